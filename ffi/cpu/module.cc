@@ -1,0 +1,182 @@
+// The CPU module: the all-reduce handler and the group's life cycle, as Python sees them.
+#include "../module.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+
+#include <optional>
+
+#include "../plan.h"
+#include "codec_loops.h"
+#include "float_environment.h"
+#include "group.h"
+
+namespace jax_pcie {
+
+ffi::TypeId CallSite::id = {};
+
+namespace cpu {
+namespace {
+
+using Groups = Registry<Group>;
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary) { return CallSite::Make(); }
+
+ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t group_id,
+                      CodecId codec, TopologyId topology, CallSite* call_site, ffi::RunId run,
+                      int64_t device) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  try {
+    const auto group = Groups::Instance().Find(group_id);
+    group->RequireOwnProcess();
+    const auto call = AllReduceCall::Checked(x, *y, codec, topology);
+    const Member member = group->members().Find(device);
+    const int64_t max_bytes = group->max_bytes();
+    group->rendezvous().Arrive(
+        {call_site->number, run.run_id, member.slice}, member.rank, {call.x, call.y},
+        {call.count, int32_t(call.element), int32_t(codec), int32_t(topology)},
+        [call, max_bytes](const std::vector<RankBuffers>& buffers) {
+          VisitAllReduce(call, [&]<class Element, class Topology>() {
+            RunAllRanks<Element, Topology>(buffers, call.count, max_bytes);
+          });
+        },
+        [promise](const std::optional<std::string>& error) mutable {
+          if (error) {
+            promise.SetError(ffi::Error::Internal(*error));
+          } else {
+            promise.SetAvailable();
+          }
+        });
+  } catch (const std::exception& failure) {
+    promise.SetError(ffi::Error::Internal(failure.what()));
+  }
+  return future;
+}
+
+// Accepts whatever attributes the call has: it only gives the call its number.
+XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .Attr<int64_t>("group")
+                           .Attr<CodecId>("codec")
+                           .Attr<TopologyId>("topology")
+                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::DeviceOrdinal>());
+
+// --- The codecs themselves, for tests: what a span becomes in a record, and back.
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using NewBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+
+NewBytes ToNumpy(const std::byte* data, int64_t size) {
+  auto* copy = new uint8_t[size];
+  std::memcpy(copy, data, size);
+  nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
+  return NewBytes(copy, {static_cast<size_t>(size)}, owner);
+}
+
+template <class Body>
+auto VisitElementName(const std::string& dtype, Body&& body) {
+  if (dtype == "bfloat16") return body.template operator()<Bf16>();
+  if (dtype == "float16") return body.template operator()<F16>();
+  Require(dtype == "float32", "codecs take bfloat16, float16 and float32, not ", dtype);
+  return body.template operator()<F32>();
+}
+
+template <class Codec>
+int64_t NumScaleBytes(int64_t count) {
+  if constexpr (Limited<Codec>) {
+    return RoundUp(count, Codec::kBlock) / Codec::kBlock * sizeof(typename Codec::Scale);
+  } else {
+    return 0;
+  }
+}
+
+std::tuple<NewBytes, NewBytes> EncodeForTests(int codec, const std::string& dtype, Bytes x) {
+  return VisitElementName(dtype, [&]<class Element>() {
+    return VisitCodec<Element>(CodecId(codec), [&]<class Codec>() {
+      const int64_t count = x.size() / sizeof(Element);
+      const auto* elements = reinterpret_cast<const Element*>(x.data());
+      const RecordLayout layout = RecordLayout::For<Codec>(count);
+      std::vector<std::byte> record(layout.total_bytes);
+      if constexpr (Limited<Codec>) {
+        std::vector<float> values(count);
+        for (int64_t i = 0; i < count; ++i) values[i] = Widen(elements[i]);
+        EncodeSpan<Codec, Element>(values.data(), count, record.data());
+      } else {
+        std::copy_n(reinterpret_cast<const std::byte*>(elements), x.size(), record.data());
+      }
+      return std::make_tuple(
+          ToNumpy(record.data(), count * Codec::kPayloadBytes),
+          ToNumpy(record.data() + layout.scales_offset, NumScaleBytes<Codec>(count)));
+    });
+  });
+}
+
+NewBytes DecodeForTests(int codec, const std::string& dtype, Bytes payload, Bytes scales) {
+  return VisitElementName(dtype, [&]<class Element>() {
+    return VisitCodec<Element>(CodecId(codec), [&]<class Codec>() {
+      const int64_t count = payload.size() / Codec::kPayloadBytes;
+      const RecordLayout layout = RecordLayout::For<Codec>(count);
+      Require(int64_t(scales.size()) == NumScaleBytes<Codec>(count), "a record of ", count,
+              " values has ", NumScaleBytes<Codec>(count), " bytes of scales, not ", scales.size());
+      std::vector<std::byte> record(layout.total_bytes);
+      std::memcpy(record.data(), payload.data(), payload.size());
+      std::memcpy(record.data() + layout.scales_offset, scales.data(), scales.size());
+      std::vector<Element> y(count);
+      DecodeToElements<Codec>(record.data(), count, y.data());
+      return ToNumpy(reinterpret_cast<const std::byte*>(y.data()), count * sizeof(Element));
+    });
+  });
+}
+
+int64_t WireBytesOf(int codec, int topology, const std::string& dtype, int64_t count,
+                    int world_size) {
+  return VisitElementName(dtype, [&]<class Element>() {
+    return VisitCodec<Element>(CodecId(codec), [&]<class Codec>() {
+      return VisitTopology<Codec, Raw<Element>>(TopologyId(topology), [&]<class Topology>() {
+        return WireBytes<Topology>(world_size, count);
+      });
+    });
+  });
+}
+
+NB_MODULE(_cpu, m) {
+  DefineVersion(m);
+  TranslateErrors(m);
+  DefineGroupOptions(m);
+  m.def("call_site_type", &CallSiteRegistration);
+  m.def("handlers", [] {
+    nb::dict stages;
+    stages["instantiate"] = HandlerCapsule(kInstantiate);
+    stages["execute"] = HandlerCapsule(kAllReduce);
+    nb::dict targets;
+    targets["jax_pcie.all_reduce"] = stages;
+    return targets;
+  });
+  m.def("create_group", [](const GroupOptions& options) {
+    return Groups::Instance().Add(std::make_shared<Group>(options));
+  });
+  m.def("check_group", [](int64_t id) {
+    const auto broken = Groups::Instance().Find(id)->rendezvous().Broken();
+    if (broken) throw Error(*broken);
+  });
+  m.def(
+      "close_group",
+      [](int64_t id) {
+        if (const auto group = Groups::Instance().Remove(id)) group->rendezvous().Close();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def("wire_bytes", &WireBytesOf);
+  m.def("codec_encode", &EncodeForTests);
+  m.def("codec_decode", &DecodeForTests);
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace jax_pcie

@@ -1,0 +1,67 @@
+// What the platforms' Python modules share: capsules of handlers, version facts, error translation.
+//
+// Only this file and the `module.cc` files see nanobind.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "error.h"
+#include "ops.h"
+#include "peer_group.h"
+
+namespace jax_pcie {
+
+namespace nb = ::nanobind;
+
+template <class Handler>
+nb::capsule HandlerCapsule(Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+}
+
+// The capsules under which JAX registers `CallSite` as a state type.
+inline nb::dict CallSiteRegistration() {
+  static auto info = ffi::MakeTypeInfo<CallSite>();
+  nb::dict registration;
+  registration["type_id"] = nb::capsule(reinterpret_cast<void*>(&CallSite::id));
+  registration["type_info"] = nb::capsule(reinterpret_cast<void*>(&info));
+  return registration;
+}
+
+// Describes `GroupOptions` to Python, as keyword arguments of one constructor.
+inline void DefineGroupOptions(nb::module_& m) {
+  using Slices = std::vector<std::vector<int64_t>>;
+  nb::class_<GroupOptions>(m, "GroupOptions")
+      .def(
+          "__init__",
+          [](GroupOptions* self, std::string name, Slices slices, int64_t max_bytes,
+             double timeout_s, uint64_t first_generation) {
+            new (self) GroupOptions{std::move(name), std::move(slices), max_bytes, timeout_s,
+                                    first_generation};
+          },
+          nb::kw_only(), nb::arg("name"), nb::arg("slices"), nb::arg("max_bytes"),
+          nb::arg("timeout_s"), nb::arg("first_generation"));
+}
+
+// Facts that `_ffi.py` compares before it registers anything.
+inline void DefineVersion(nb::module_& m) { m.attr("ffi_api_minor") = XLA_FFI_API_MINOR; }
+
+// Core errors arrive in Python as the exception class that Python hands over.
+inline void TranslateErrors(nb::module_& m) {
+  m.def("set_error_type", [](nb::object type) {
+    static nb::object* const error_type = new nb::object;  // as long-lived as the interpreter
+    const bool first = !error_type->is_valid();
+    *error_type = std::move(type);
+    if (!first) return;
+    nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+      try {
+        std::rethrow_exception(pointer);
+      } catch (const Error& error) {
+        PyErr_SetString(error_type->ptr(), error.what());
+      }
+    });
+  });
+}
+
+}  // namespace jax_pcie

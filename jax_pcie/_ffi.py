@@ -1,0 +1,169 @@
+"""The native modules and everything that depends on JAX's version.
+
+Imports the CPU module (always) and the CUDA module (if it was built), registers their
+FFI targets when the first group of a platform is made, and hides what JAX versions name
+differently. Importing this touches no device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pathlib
+import re
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_pcie.wire import Codec
+
+
+class PcieError(RuntimeError):
+    """A peer group is closed, broken, used after fork, or could not be made."""
+
+    __module__ = "jax_pcie"
+
+
+def _runtime_ffi_minor() -> int:
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    return int(re.search(r"XLA_FFI_API_MINOR (\d+)", header.read_text())[1])
+
+
+def require_ffi_minor(built_with: int, runtime: int) -> None:
+    """Refuses an extension that is newer than the installed jaxlib.
+
+    JAX itself would report it late, by taking the user's whole backend down.
+    """
+    if built_with > runtime:
+        raise ImportError(
+            f"jax_pcie was built with XLA FFI API 0.{built_with}, and the installed "
+            f"jaxlib {jax.lib.__version__} has 0.{runtime}. Upgrade jaxlib to the "
+            "version that jax_pcie was built with, or rebuild jax_pcie against the "
+            "installed one: pip install --force-reinstall --no-deps jax_pcie"
+        )
+
+
+def _load(name: str) -> ModuleType:
+    module = importlib.import_module(f"jax_pcie.{name}")
+    require_ffi_minor(module.ffi_api_minor, _runtime_ffi_minor())
+    module.set_error_type(PcieError)
+    return module
+
+
+if importlib.util.find_spec("jax_pcie._cpu") is None:
+    raise ImportError(
+        "jax_pcie's native module is missing: the package was not built. Install it "
+        "with `pip install .` in its source folder"
+    )
+_cpu = _load("_cpu")
+_MODULE_NAMES = {"cpu": "_cpu", "cuda": "_cuda"}
+
+
+@functools.cache
+def native_module(platform: str) -> ModuleType:
+    """The platform's module with its targets registered.
+
+    Called when a group is made: registering a state type before the backend exists
+    would take the CPU backend down, and a mesh proves that it exists.
+    """
+    name = _MODULE_NAMES.get(platform)
+    if name is None:
+        raise PcieError(
+            f"jax_pcie runs on cpu and cuda devices, not on {platform!r} devices"
+        )
+    if importlib.util.find_spec(f"jax_pcie.{name}") is None:
+        raise PcieError(
+            "jax_pcie was built without its CUDA module: no nvcc was found. Install a "
+            "CUDA toolkit and reinstall jax_pcie"
+        )
+    module = _load(name)
+    target_platform = {"cpu": "cpu", "cuda": "CUDA"}[platform]
+    jax.ffi.register_ffi_type(
+        f"jax_pcie.CallSite.{platform}",
+        module.call_site_type(),
+        platform=target_platform,
+    )
+    for target, stages in module.handlers().items():
+        jax.ffi.register_ffi_target(target, stages, platform=target_platform)
+    return module
+
+
+def device_ordinal(device: jax.Device) -> int:
+    """The number by which an FFI handler knows `device`."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def platform_of(device: jax.Device) -> str:
+    """``"cpu"`` or ``"cuda"``: the name under which lowerings are registered."""
+    return "cuda" if device.platform in ("gpu", "cuda") else device.platform
+
+
+# --- Varying axes: which manual axes a value differs along.
+
+
+def varying_axes(x: Any) -> frozenset[str]:  # noqa: ANN401
+    """The manual axes over which an array or an abstract value varies."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(manual.varying if manual is not None else aval.vma)
+
+
+def without_varying_axis(aval: Any, axis: str) -> Any:  # noqa: ANN401
+    """`aval` as a reduction over `axis` types it: equal on all ranks of `axis`."""
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is None:
+        return aval.update(vma=aval.vma - {axis})
+    return aval.update(manual_axis_type=manual.update(varying=manual.varying - {axis}))
+
+
+def checks_varying_axes(axis: str) -> bool:
+    """Whether the enclosing `shard_map` runs with ``check_vma=True``."""
+    return axis in varying_axes(jax.lax.axis_index(axis))
+
+
+def lowering_mesh(ctx: Any) -> Any:  # noqa: ANN401
+    """The mesh of the `shard_map` that is being lowered, or None.
+
+    `ctx.module_context` is not public; there is no public way from a lowering rule to
+    the devices. Without a concrete mesh the handler's own check of its device remains.
+    """
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+# --- The codecs on their own.
+
+
+def wire_bytes(
+    codec: int, topology: int, dtype: np.dtype, count: int, world_size: int
+) -> int:
+    """The most bytes that any rank sends in an all-reduce of `count` elements."""
+    return _cpu.wire_bytes(codec, topology, np.dtype(dtype).name, count, world_size)
+
+
+def codec_encode(codec: Codec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes a span: ``(payload, scales)`` as bytes, as a record holds them.
+
+    Args:
+        codec: the codec.
+        x: ``[values]`` bfloat16, float16 or float32, beginning at a block boundary.
+    """
+    return _cpu.codec_encode(int(codec), x.dtype.name, _bytes_of(x))
+
+
+def codec_decode(
+    codec: Codec, payload: np.ndarray, scales: np.ndarray, dtype: np.dtype
+) -> np.ndarray:
+    """Decodes what `codec_encode` made, into ``[values]`` of `dtype`."""
+    dtype = np.dtype(dtype)
+    raw = _cpu.codec_decode(
+        int(codec), dtype.name, _bytes_of(payload), _bytes_of(scales)
+    )
+    return raw.view(dtype)
+
+
+def _bytes_of(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)

@@ -1,0 +1,180 @@
+"""Compressed collectives between the ranks of a `PeerGroup`, inside `jax.shard_map`.
+
+Each section reads: public function, primitive, abstract evaluation, lowering, batching,
+transpose. The codec is passed straight through by gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_pcie import _ffi
+from jax_pcie.group import PeerGroup, check_dtype, same_slices
+from jax_pcie.wire import WireMode
+
+Tree = TypeVar("Tree")
+
+# --- all_reduce
+
+
+def all_reduce(
+    x: Tree,
+    group: PeerGroup,
+    *,
+    wire: str | WireMode | None = None,
+    grad_wire: str | WireMode | None = None,
+) -> Tree:
+    """Sums `x` over `group`, compressed on the wire: ``y = decode(encode(sum_r x_r))``.
+
+    Like `jax.lax.psum` over the group's axis, inside `jax.shard_map`, under `jax.jit`
+    or eagerly. Sums are fp32 whatever the dtype. A compressed mode turns Inf, and a sum
+    that does not fit the dtype, into NaN at its place; an uncompressed one keeps it.
+
+    Args:
+        x: array or pytree of arrays, bfloat16, float16 or float32 of any shape, of the
+            same shape on every rank.
+        group: the ranks to sum over; its axis must be a manual axis here.
+        wire: wire mode such as ``"i8_ring"``; default the group's.
+        grad_wire: wire mode of the all-reduce that the gradient may need (only with
+            ``check_vma=False``, as for `psum`); default `wire`.
+
+    Returns:
+        ``y`` like `x`, bit-identical on all ranks, no longer varying over the axis.
+
+    Raises:
+        TypeError: `x` has another dtype.
+        ValueError: `wire` is not a mode, or this is not a `shard_map` over the group's
+            mesh (all at trace time).
+        PcieError: the group is closed. A peer that does not answer within
+            ``group.timeout_s`` fails the program; ``group.check()`` says why.
+
+    Source: ring all-reduce, Patarasuk and Yuan 2009.
+
+    Example:
+        >>> f = jax.shard_map(lambda x, w: all_reduce(x @ w, group, wire="mx_ring"),
+        ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp", None)), out_specs=P())
+    """
+    mode = group.resolve_wire(wire)
+    grad_mode = mode if grad_wire is None else WireMode.parse(grad_wire)
+    group.require_usable()
+    _require_manual_axis(group, "all_reduce")
+    return jax.tree.map(lambda leaf: _all_reduce(leaf, group, mode, grad_mode), x)
+
+
+def _all_reduce(
+    x: Any,  # noqa: ANN401
+    group: PeerGroup,
+    mode: WireMode,
+    grad_mode: WireMode,
+) -> Array:
+    x = jnp.asarray(x)
+    check_dtype("all_reduce", x.dtype)
+    if not group.uses_peers:
+        return jax.lax.psum(x, group.axis)
+    checked = _ffi.checks_varying_axes(group.axis)
+    if checked and group.axis not in _ffi.varying_axes(x):
+        x = jax.lax.pcast(x, group.axis, to="varying")
+    return all_reduce_p.bind(
+        x, group=group, mode=mode, grad_mode=grad_mode, checked=checked
+    )
+
+
+def _require_manual_axis(group: PeerGroup, op: str) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if group.axis not in mesh.manual_axes:
+        raise ValueError(
+            f"{op} over axis {group.axis!r} must be called inside jax.shard_map over "
+            f"that axis; the manual axes here are {tuple(mesh.manual_axes)}"
+        )
+    size = mesh.shape[group.axis]
+    if size != group.world_size:
+        raise ValueError(
+            f"axis {group.axis!r} has {size} ranks in this shard_map's mesh and "
+            f"{group.world_size} in the group's: use the mesh that the group was made for"
+        )
+
+
+all_reduce_p = Primitive("jax_pcie_all_reduce")
+
+
+@all_reduce_p.def_abstract_eval
+def _all_reduce_abstract(
+    x: Any,  # noqa: ANN401
+    *,
+    group: PeerGroup,
+    checked: bool,
+    **_: object,
+) -> Any:  # noqa: ANN401
+    return _ffi.without_varying_axis(x, group.axis) if checked else x.update()
+
+
+def _all_reduce_lowering(
+    ctx: Any,  # noqa: ANN401
+    x: Any,  # noqa: ANN401
+    *,
+    group: PeerGroup,
+    mode: WireMode,
+    **_: object,
+) -> Any:  # noqa: ANN401
+    group.require_usable()
+    mesh = _ffi.lowering_mesh(ctx)
+    if mesh is not None and not same_slices(group, mesh):
+        raise ValueError(
+            f"all_reduce: this shard_map's mesh {mesh} puts other devices, or the same "
+            f"ones in another order, along axis {group.axis!r} than {group!r} has; use "
+            "the mesh that the group was made for"
+        )
+    if ctx.avals_in[0].size == 0:
+        return [x]  # nothing to sum, and compilers trip over empty operands
+    rule = jax.ffi.ffi_lowering("jax_pcie.all_reduce")
+    return rule(
+        ctx,
+        x,
+        group=np.int64(group.id),
+        codec=np.int32(mode.codec),
+        topology=np.int32(mode.topology),
+    )
+
+
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(all_reduce_p, _all_reduce_lowering, platform=_platform)
+
+
+def _all_reduce_batching(
+    args: tuple[Array], dims: tuple[int], **params: object
+) -> tuple[Array, int]:
+    # The batch is part of the payload: one message instead of many.
+    return all_reduce_p.bind(*args, **params), dims[0]
+
+
+batching.primitive_batchers[all_reduce_p] = _all_reduce_batching
+
+
+def _all_reduce_transpose(
+    cotangent: Any,  # noqa: ANN401
+    _: Any,  # noqa: ANN401
+    *,
+    group: PeerGroup,
+    mode: WireMode,
+    grad_mode: WireMode,
+    checked: bool,
+) -> list[Any]:
+    # As for psum: typed varying -> invariant, the transpose only changes the type; without
+    # types every rank has its own part of the cotangent, and the transpose sums them.
+    if checked:
+        return [jax.lax.pcast(cotangent, group.axis, to="varying")]
+    return [
+        all_reduce_p.bind(
+            cotangent, group=group, mode=grad_mode, grad_mode=mode, checked=checked
+        )
+    ]
+
+
+ad.deflinear2(all_reduce_p, _all_reduce_transpose)

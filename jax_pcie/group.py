@@ -1,0 +1,266 @@
+"""PeerGroup: the ranks of one mesh axis and the mailboxes between them.
+
+The only stateful object. It owns membership, defaults and life time; what happens on
+the wire is native. A mesh with more axes gives one independent slice per position on
+the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_pcie import _ffi
+from jax_pcie._ffi import PcieError
+from jax_pcie.wire import WireMode
+
+_MAX_WORLD_SIZE = 16  # peers whose mailboxes one rank can address
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call would be carried out; see `PeerGroup.plan`.
+
+    Attributes:
+        op: the operation.
+        path: ``"peer"``, ``"lax"``, ``"identity"`` (world size 1) or ``"empty"``.
+        mode: the wire mode, with its codec and topology.
+        mover: what moves the bytes.
+        wire_bytes: the most bytes that any rank sends, payload and scales.
+        reason: why this path.
+    """
+
+    op: str
+    path: str
+    mode: WireMode
+    mover: str
+    wire_bytes: int
+    reason: str
+
+    @property
+    def codec(self) -> str:
+        return self.mode.codec.name
+
+    @property
+    def topology(self) -> str:
+        return self.mode.topology.name
+
+
+class PeerGroup:
+    """The ranks along one axis of a mesh, connected by mailboxes.
+
+    Args:
+        mesh: a `jax.sharding.Mesh` of CPU or CUDA devices of this process.
+        axis: the mesh axis to communicate over; a rank is the position along it.
+        wire: the default wire mode of the group's collectives; see `WireMode.parse`.
+            Default: ``JAX_PCIE_WIRE``, else off.
+        max_bytes: staging capacity in bytes per rank. Not a limit on messages: longer
+            ones are processed in segments.
+        timeout_s: seconds after which a rank that waits for another gives up. Default:
+            ``JAX_PCIE_TIMEOUT_S``, else 30.
+
+    Raises:
+        ValueError: an argument is out of range, or `axis` is not an axis of `mesh`.
+        PcieError: the mailboxes cannot be made (message says why).
+
+    Every process of the program must make the same groups in the same order. Close the
+    group, or use it as a context manager; programs compiled for it then fail.
+
+    Example:
+        >>> mesh = jax.make_mesh((4,), ("tp",))
+        >>> with PeerGroup(mesh, "tp", wire="i8_a2a") as group:
+        ...     layer = jax.shard_map(
+        ...         lambda x: all_reduce(x, group),
+        ...         mesh=mesh, in_specs=P("tp"), out_specs=P())
+        ...     y = jax.jit(layer)(x)
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axis: str,
+        *,
+        wire: str | WireMode | None = None,
+        max_bytes: int = 64 << 20,
+        timeout_s: float | None = None,
+        _first_generation: int = 0,
+    ) -> None:
+        if not isinstance(mesh, jax.sharding.Mesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, not {type(mesh)}")
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{axis!r} is not an axis of the mesh; it has {mesh.axis_names}"
+            )
+        # The environment gives defaults, and is read here and nowhere else.
+        if wire is None:
+            wire = os.environ.get("JAX_PCIE_WIRE")
+        if timeout_s is None:
+            timeout_s = _float_from("JAX_PCIE_TIMEOUT_S", 30.0)
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
+        if max_bytes < 1 << 16:
+            raise ValueError(f"max_bytes must be at least 65536, not {max_bytes}")
+
+        self.mesh = mesh
+        self.axis = axis
+        self.world_size = mesh.shape[axis]
+        self.wire = WireMode.parse(wire)
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+        self._process = os.getpid()
+        self.slices = _slices(mesh, axis)  # [slice][rank] devices
+        self.platform = _ffi.platform_of(self.slices[0, 0])
+        self._native: Any = None
+        self.id = -1  # what compiled programs carry; never used twice
+        if self.uses_peers:
+            self._open(_first_generation)
+        self._closed = False
+
+    @property
+    def uses_peers(self) -> bool:
+        """Whether collectives move bytes between peers, rather than call `lax`."""
+        return 1 < self.world_size <= _MAX_WORLD_SIZE
+
+    def _open(self, first_generation: int) -> None:
+        devices = self.slices.reshape(-1)
+        remote = [d for d in devices if d.process_index != jax.process_index()]
+        if remote:
+            raise PcieError(
+                f"device {remote[0]} belongs to another process; a group's devices "
+                "must all be of this process"
+            )
+        self._native = _ffi.native_module(self.platform)
+        options = self._native.GroupOptions(
+            name=repr(self),
+            slices=[[_ffi.device_ordinal(d) for d in line] for line in self.slices],
+            max_bytes=self.max_bytes,
+            timeout_s=self.timeout_s,
+            first_generation=first_generation,
+        )
+        self.id = self._native.create_group(options)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Ends the group and frees its mailboxes; closing twice is harmless.
+
+        Raises:
+            PcieError: the group was made in another process (before a fork).
+        """
+        if self._closed:
+            return
+        self._require_own_process()
+        self._closed = True
+        if self._native is not None:
+            self._native.close_group(self.id)
+
+    def __enter__(self) -> PeerGroup:
+        self.require_usable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def require_usable(self) -> None:
+        """Raises `PcieError` if the group is closed or belongs to another process."""
+        if self._closed:
+            raise PcieError(f"{self!r} is closed")
+        self._require_own_process()
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise PcieError(
+                f"{self!r} was made in process {self._process} and cannot be used "
+                f"after fork in process {os.getpid()}"
+            )
+
+    def check(self) -> None:
+        """Raises the first failure of the group's collectives as a `PcieError`."""
+        self.require_usable()
+        if self._native is not None:
+            self._native.check_group(self.id)
+
+    def resolve_wire(self, wire: str | WireMode | None) -> WireMode:
+        """The mode of a call: its own, else the group's."""
+        return self.wire if wire is None else WireMode.parse(wire)
+
+    def plan(
+        self,
+        op: str,
+        shape: tuple[int, ...],
+        dtype: Any,  # noqa: ANN401
+        wire: str | WireMode | None = None,
+    ) -> Plan:
+        """Says how a call would be carried out, without running it.
+
+        Args:
+            op: ``"all_reduce"``.
+            shape: the shape of one rank's operand.
+            dtype: its dtype.
+            wire: the call's wire mode; default the group's.
+        """
+        if op != "all_reduce":
+            raise ValueError(f"{op!r} is not an operation; there is 'all_reduce'")
+        mode = self.resolve_wire(wire)
+        dtype = check_dtype(op, dtype)
+        count = math.prod(shape)
+        if self.world_size == 1:
+            return Plan(op, "identity", mode, "none", 0, "a world of one rank")
+        if count == 0:
+            return Plan(op, "empty", mode, "none", 0, "no elements")
+        if not self.uses_peers:
+            reason = f"{self.world_size} ranks; peers serve up to {_MAX_WORLD_SIZE}"
+            native = 2 * (self.world_size - 1) * count * dtype.itemsize
+            return Plan(op, "lax", mode, "XLA", -(-native // self.world_size), reason)
+        sent = _ffi.wire_bytes(mode.codec, mode.topology, dtype, count, self.world_size)
+        mover = "process memory" if self.platform == "cpu" else "kernel stores"
+        reason = "compressed" if mode.compresses else "compression is off"
+        return Plan(op, "peer", mode, mover, sent, reason)
+
+    def __repr__(self) -> str:
+        return f"PeerGroup(axis {self.axis!r}, {self.world_size} ranks)"
+
+
+def check_dtype(op: str, dtype: Any) -> np.dtype:  # noqa: ANN401
+    """`dtype` as NumPy has it, or a `TypeError` that names it."""
+    dtype = np.dtype(dtype)
+    if dtype.name not in _DTYPES:
+        raise TypeError(f"{op} takes {', '.join(_DTYPES)}, not {dtype.name}")
+    return dtype
+
+
+def _slices(mesh: jax.sharding.Mesh, axis: str) -> np.ndarray:
+    position = mesh.axis_names.index(axis)
+    return np.moveaxis(mesh.devices, position, -1).reshape(-1, mesh.shape[axis])
+
+
+def same_slices(group: PeerGroup, mesh: jax.sharding.Mesh) -> bool:
+    """Whether `mesh` has the group's lines of devices, in the group's order."""
+    if group.axis not in mesh.axis_names:
+        return False
+    lines = {tuple(line) for line in _slices(mesh, group.axis)}
+    return lines == {tuple(line) for line in group.slices}
+
+
+def _float_from(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} is not a number of seconds") from None
