@@ -54,26 +54,31 @@ struct AllReduceCall {
   }
 };
 
+// Calls `body.template operator()<Element>()` with the element type that XLA names.
+template <class Body>
+void VisitElement(ffi::DataType element, Body&& body) {
+  switch (element) {
+    case ffi::BF16:
+      return body.template operator()<Bf16>();
+    case ffi::F16:
+      return body.template operator()<F16>();
+    case ffi::F32:
+      return body.template operator()<F32>();
+    default:
+      throw Error(Concat("all_reduce: element type ", int(element),
+                         " is not one of bfloat16, float16 and float32"));
+  }
+}
+
 // Calls `body.template operator()<Element, Topology>()` with the types that a call's ids name.
 template <class Body>
 void VisitAllReduce(const AllReduceCall& call, Body&& body) {
-  const auto with_element = [&]<class Element>() {
+  VisitElement(call.element, [&]<class Element>() {
     VisitCodec<Element>(call.codec, [&]<class Codec>() {
       VisitTopology<Codec, Raw<Element>>(
           call.topology, [&]<class Topology>() { body.template operator()<Element, Topology>(); });
     });
-  };
-  switch (call.element) {
-    case ffi::BF16:
-      return with_element.template operator()<Bf16>();
-    case ffi::F16:
-      return with_element.template operator()<F16>();
-    case ffi::F32:
-      return with_element.template operator()<F32>();
-    default:
-      throw Error(Concat("all_reduce: element type ", int(call.element),
-                         " is not one of bfloat16, float16 and float32"));
-  }
+  });
 }
 
 }  // namespace jax_pcie

@@ -28,7 +28,7 @@ struct Route {
   int count;
   int lane;
 };
-constexpr Route kNowhere{0, 0, 0};
+HD constexpr Route Nowhere() { return {0, 0, 0}; }
 
 constexpr int kOwn = -1;  // a term of a sum that is this rank's own raw values, not an inbox
 
@@ -59,7 +59,7 @@ struct Ring {
     } else if (s == n - 1) {
       b.template Reduce<Partial, Final>(shard, 2, inbox_then_own, next, Keep::kDecoded);
     } else {
-      b.template Decode<Final>(inbox, shard, s < 2 * n - 2 ? next : kNowhere);
+      b.template Decode<Final>(inbox, shard, s < 2 * n - 2 ? next : Nowhere());
     }
   }
 };
@@ -95,7 +95,7 @@ struct AllToAll {
     } else {
       for (int d = 1; d < n; ++d) {
         b.Wait(Lane(1, d, n));
-        b.template Decode<Codec>(Lane(1, d, n), Mod(r - d, n), kNowhere);
+        b.template Decode<Codec>(Lane(1, d, n), Mod(r - d, n), Nowhere());
       }
     }
   }

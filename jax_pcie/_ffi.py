@@ -138,10 +138,10 @@ def lowering_mesh(ctx: Any) -> Any:  # noqa: ANN401
 
 
 def wire_bytes(
-    codec: int, topology: int, dtype: np.dtype, count: int, world_size: int
+    codec: int, topology: int, dtype: str, count: int, world_size: int
 ) -> int:
     """The most bytes that any rank sends in an all-reduce of `count` elements."""
-    return _cpu.wire_bytes(codec, topology, np.dtype(dtype).name, count, world_size)
+    return _cpu.wire_bytes(codec, topology, dtype, count, world_size)
 
 
 def codec_encode(codec: Codec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_pcie import _ffi
-from jax_pcie.group import PeerGroup, check_dtype, same_slices
+from jax_pcie.group import MAX_WORLD_SIZE, PeerGroup, check_dtype, same_slices
 from jax_pcie.wire import WireMode
 
 Tree = TypeVar("Tree")
@@ -76,7 +76,7 @@ def _all_reduce(
 ) -> Array:
     x = jnp.asarray(x)
     check_dtype("all_reduce", x.dtype)
-    if not group.uses_peers:
+    if group.world_size > MAX_WORLD_SIZE:
         return jax.lax.psum(x, group.axis)
     checked = _ffi.checks_varying_axes(group.axis)
     if checked and group.axis not in _ffi.varying_axes(x):
@@ -97,7 +97,7 @@ def _require_manual_axis(group: PeerGroup, op: str) -> None:
     if size != group.world_size:
         raise ValueError(
             f"axis {group.axis!r} has {size} ranks in this shard_map's mesh and "
-            f"{group.world_size} in the group's: use the mesh that the group was made for"
+            f"{group.world_size} in the group's: use the group's mesh"
         )
 
 
@@ -131,8 +131,10 @@ def _all_reduce_lowering(
             f"ones in another order, along axis {group.axis!r} than {group!r} has; use "
             "the mesh that the group was made for"
         )
-    if ctx.avals_in[0].size == 0:
-        return [x]  # nothing to sum, and compilers trip over empty operands
+    if group.world_size == 1 or ctx.avals_in[0].size == 0:
+        return [
+            x
+        ]  # (compilers trip over empty operands, and XLA's psum over NaN payloads)
     rule = jax.ffi.ffi_lowering("jax_pcie.all_reduce")
     return rule(
         ctx,
@@ -166,8 +168,8 @@ def _all_reduce_transpose(
     grad_mode: WireMode,
     checked: bool,
 ) -> list[Any]:
-    # As for psum: typed varying -> invariant, the transpose only changes the type; without
-    # types every rank has its own part of the cotangent, and the transpose sums them.
+    # As for psum: typed varying -> invariant, the transpose only changes the type;
+    # without types every rank has its own part of the cotangent, and they are summed.
     if checked:
         return [jax.lax.pcast(cotangent, group.axis, to="varying")]
     return [

@@ -18,9 +18,9 @@ import numpy as np
 
 from jax_pcie import _ffi
 from jax_pcie._ffi import PcieError
-from jax_pcie.wire import WireMode
+from jax_pcie.wire import Codec, Topology, WireMode
 
-_MAX_WORLD_SIZE = 16  # peers whose mailboxes one rank can address
+MAX_WORLD_SIZE = 16  # ranks that peers serve; larger groups go to `lax`
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -31,26 +31,22 @@ class Plan:
     Attributes:
         op: the operation.
         path: ``"peer"``, ``"lax"``, ``"identity"`` (world size 1) or ``"empty"``.
-        mode: the wire mode, with its codec and topology.
-        mover: what moves the bytes.
+        codec: what the bytes on the wire are.
+        topology: who sends them to whom.
+        mover: what moves them.
+        segments: passes over the staging memory.
         wire_bytes: the most bytes that any rank sends, payload and scales.
         reason: why this path.
     """
 
     op: str
     path: str
-    mode: WireMode
+    codec: Codec
+    topology: Topology
     mover: str
+    segments: int
     wire_bytes: int
     reason: str
-
-    @property
-    def codec(self) -> str:
-        return self.mode.codec.name
-
-    @property
-    def topology(self) -> str:
-        return self.mode.topology.name
 
 
 class PeerGroup:
@@ -126,7 +122,7 @@ class PeerGroup:
     @property
     def uses_peers(self) -> bool:
         """Whether collectives move bytes between peers, rather than call `lax`."""
-        return 1 < self.world_size <= _MAX_WORLD_SIZE
+        return 1 < self.world_size <= MAX_WORLD_SIZE
 
     def _open(self, first_generation: int) -> None:
         devices = self.slices.reshape(-1)
@@ -218,18 +214,28 @@ class PeerGroup:
         mode = self.resolve_wire(wire)
         dtype = check_dtype(op, dtype)
         count = math.prod(shape)
+        call = (int(mode.codec), int(mode.topology), dtype.name, count)
+
+        def plan(path: str, mover: str, segments: int, sent: int, why: str) -> Plan:
+            codec, topology = mode.codec, mode.topology
+            return Plan(op, path, codec, topology, mover, segments, sent, why)
+
         if self.world_size == 1:
-            return Plan(op, "identity", mode, "none", 0, "a world of one rank")
+            return plan("identity", "none", 0, 0, "a world of one rank")
         if count == 0:
-            return Plan(op, "empty", mode, "none", 0, "no elements")
+            return plan("empty", "none", 0, 0, "no elements")
         if not self.uses_peers:
-            reason = f"{self.world_size} ranks; peers serve up to {_MAX_WORLD_SIZE}"
             native = 2 * (self.world_size - 1) * count * dtype.itemsize
-            return Plan(op, "lax", mode, "XLA", -(-native // self.world_size), reason)
-        sent = _ffi.wire_bytes(mode.codec, mode.topology, dtype, count, self.world_size)
-        mover = "process memory" if self.platform == "cpu" else "kernel stores"
-        reason = "compressed" if mode.compresses else "compression is off"
-        return Plan(op, "peer", mode, mover, sent, reason)
+            sent = math.ceil(native / self.world_size)
+            reason = f"{self.world_size} ranks; peers serve up to {MAX_WORLD_SIZE}"
+            return plan("lax", "XLA", 1, sent, reason)
+        return plan(
+            "peer",
+            "process memory" if self.platform == "cpu" else "kernel stores",
+            self._native.num_segments(self.id, *call),
+            _ffi.wire_bytes(*call, self.world_size),
+            "compressed" if mode.compresses else "compression is off",
+        )
 
     def __repr__(self) -> str:
         return f"PeerGroup(axis {self.axis!r}, {self.world_size} ranks)"

@@ -165,28 +165,43 @@ class Backend {
 // Values of a shard per pass: small enough that all inboxes of a pass stay in the cache.
 constexpr int64_t kSegmentValues = 16 * 1024;
 
+// How an array's shards are cut into passes that fit the staging capacity.
+struct Segmentation {
+  int64_t shard_values, segment_values, record_bytes;
+
+  template <class Topology>
+  static Segmentation For(int world_size, int64_t count, int64_t max_bytes) {
+    const auto record_bytes = [](int64_t values) {
+      return std::max(RecordLayout::For<typename Topology::PartialCodec>(values).total_bytes,
+                      RecordLayout::For<typename Topology::FinalCodec>(values).total_bytes);
+    };
+    const int64_t shard_values = ShardValues(count, world_size, kSpanAlign);
+    const int64_t spans_that_fit =
+        max_bytes / (Topology::NumLanes(world_size) * record_bytes(kSpanAlign));
+    const int64_t segment_values =
+        std::clamp(spans_that_fit * kSpanAlign, int64_t{kSpanAlign}, kSegmentValues);
+    return {shard_values, segment_values, record_bytes(std::min(segment_values, shard_values))};
+  }
+  int64_t count() const { return (shard_values + segment_values - 1) / segment_values; }
+  Segment operator[](int64_t index) const {
+    const int64_t begin = index * segment_values;
+    return {begin, std::min(segment_values, shard_values - begin)};
+  }
+};
+
 // Sums `count` elements over all ranks of `buffers`, which is in rank order.
 template <class Element, class Topology>
 void RunAllRanks(const std::vector<RankBuffers>& buffers, int64_t count, int64_t max_bytes) {
   const int n = static_cast<int>(buffers.size());
-  const int lanes = Topology::NumLanes(n);
-  const auto record_bytes = [](int64_t values) {
-    return std::max(RecordLayout::For<typename Topology::PartialCodec>(values).total_bytes,
-                    RecordLayout::For<typename Topology::FinalCodec>(values).total_bytes);
-  };
-  const int64_t shard_values = ShardValues(count, n, kSpanAlign);
-  const int64_t spans_that_fit = max_bytes / (lanes * record_bytes(kSpanAlign));
-  const int64_t segment_values =
-      std::clamp(spans_that_fit * kSpanAlign, int64_t{kSpanAlign}, kSegmentValues);
-
-  Mailboxes mailboxes(n, lanes, record_bytes(std::min(segment_values, shard_values)));
+  const auto segments = Segmentation::For<Topology>(n, count, max_bytes);
+  Mailboxes mailboxes(n, Topology::NumLanes(n), segments.record_bytes);
   std::vector<Backend<Element>> ranks;
   for (int rank = 0; rank < n; ++rank) {
     ranks.emplace_back(rank, n, buffers[rank], count, mailboxes);
   }
-  for (int64_t begin = 0; begin < shard_values; begin += segment_values) {
+  for (int64_t i = 0; i < segments.count(); ++i) {
     mailboxes.Clear();
-    for (auto& rank : ranks) rank.Enter({begin, std::min(segment_values, shard_values - begin)});
+    for (auto& rank : ranks) rank.Enter(segments[i]);
     for (int step = 0; step < Topology::NumSteps(n); ++step) {
       for (int rank = 0; rank < n; ++rank) Topology::Step(ranks[rank], rank, step, n);
     }

@@ -1,10 +1,11 @@
-// Standard floating point for the length of a scope.
+// The floating-point control word of a thread: read it, or set it for the length of a scope.
 //
-// XLA:CPU runs host code with subnormals flushed to zero; our arithmetic keeps them. The control
-// word is the thread's, so it is put back when the scope ends.
+// XLA:CPU runs its programs with subnormals flushed to zero; our arithmetic keeps them. So work
+// done on XLA's threads runs under `Standard`, and XLA's continuations, which run on our threads,
+// under the word of the thread that they came from: otherwise a subnormal that the program computes
+// next would be zero on one rank and not on another.
 #pragma once
 
-#include <cfenv>
 #include <cstdint>
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -12,31 +13,41 @@
 
 namespace jax_pcie::cpu {
 
-class FloatEnvironment {
+class FloatControl {
  public:
 #if defined(__SSE2__)
-  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(kDefaultMxcsr); }
-  ~FloatEnvironment() { _mm_setcsr(saved_); }
-
- private:
-  static constexpr unsigned kDefaultMxcsr = 0x1f80;  // all exceptions masked, nearest, no FTZ/DAZ
-  unsigned saved_;
+  static FloatControl OfThisThread() { return FloatControl(_mm_getcsr()); }
+  static FloatControl Standard() { return FloatControl(0x1f80); }  // nearest, no FTZ, no DAZ
+  void Install() const { _mm_setcsr(static_cast<unsigned>(word_)); }
 #elif defined(__aarch64__)
-  FloatEnvironment() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  static FloatControl OfThisThread() {
+    uint64_t word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return FloatControl(word);
   }
-  ~FloatEnvironment() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
-
- private:
-  uint64_t saved_;
+  static FloatControl Standard() { return FloatControl(0); }
+  void Install() const { asm volatile("msr fpcr, %0" : : "r"(word_)); }
 #else
 #error "jax_pcie does not know how to keep subnormals on this processor"
 #endif
 
+ private:
+  explicit FloatControl(uint64_t word) : word_(word) {}
+  uint64_t word_;
+};
+
+// Installs a control word, and puts the old one back at the end of the scope.
+class FloatScope {
  public:
-  FloatEnvironment(const FloatEnvironment&) = delete;
-  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+  explicit FloatScope(FloatControl control) : saved_(FloatControl::OfThisThread()) {
+    control.Install();
+  }
+  ~FloatScope() { saved_.Install(); }
+  FloatScope(const FloatScope&) = delete;
+  FloatScope& operator=(const FloatScope&) = delete;
+
+ private:
+  FloatControl saved_;
 };
 
 }  // namespace jax_pcie::cpu

@@ -80,14 +80,6 @@ NewBytes ToNumpy(const std::byte* data, int64_t size) {
   return NewBytes(copy, {static_cast<size_t>(size)}, owner);
 }
 
-template <class Body>
-auto VisitElementName(const std::string& dtype, Body&& body) {
-  if (dtype == "bfloat16") return body.template operator()<Bf16>();
-  if (dtype == "float16") return body.template operator()<F16>();
-  Require(dtype == "float32", "codecs take bfloat16, float16 and float32, not ", dtype);
-  return body.template operator()<F32>();
-}
-
 template <class Codec>
 int64_t NumScaleBytes(int64_t count) {
   if constexpr (Limited<Codec>) {
@@ -135,17 +127,6 @@ NewBytes DecodeForTests(int codec, const std::string& dtype, Bytes payload, Byte
   });
 }
 
-int64_t WireBytesOf(int codec, int topology, const std::string& dtype, int64_t count,
-                    int world_size) {
-  return VisitElementName(dtype, [&]<class Element>() {
-    return VisitCodec<Element>(CodecId(codec), [&]<class Codec>() {
-      return VisitTopology<Codec, Raw<Element>>(TopologyId(topology), [&]<class Topology>() {
-        return WireBytes<Topology>(world_size, count);
-      });
-    });
-  });
-}
-
 NB_MODULE(_cpu, m) {
   DefineVersion(m);
   TranslateErrors(m);
@@ -172,7 +153,20 @@ NB_MODULE(_cpu, m) {
         if (const auto group = Groups::Instance().Remove(id)) group->rendezvous().Close();
       },
       nb::call_guard<nb::gil_scoped_release>());
-  m.def("wire_bytes", &WireBytesOf);
+  m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
+    const auto group = Groups::Instance().Find(id);
+    const int n = group->members().world_size();
+    return VisitDescription(
+        {CodecId(codec), TopologyId(topology), std::move(dtype), count},
+        [&]<class Element, class Topology>() {
+          return Segmentation::For<Topology>(n, count, group->max_bytes()).count();
+        });
+  });
+  m.def("wire_bytes", [](int codec, int topology, std::string dtype, int64_t count, int n) {
+    return VisitDescription(
+        {CodecId(codec), TopologyId(topology), std::move(dtype), count},
+        [&]<class Element, class Topology>() { return WireBytes<Topology>(n, count); });
+  });
   m.def("codec_encode", &EncodeForTests);
   m.def("codec_decode", &DecodeForTests);
 }

@@ -86,7 +86,11 @@ void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape 
       broken_ = error;
     }
     round.buffers[rank] = buffers;
-    round.done[rank] = std::move(done);
+    round.done[rank] = [done = std::move(done), control = FloatControl::OfThisThread()](
+                           const std::optional<std::string>& failure) {
+      const FloatScope as_where_it_came_from(control);
+      done(failure);
+    };
     ++round.arrived;
     if (round.arrived < world_size_ && !error) return;
     complete = std::move(round);
@@ -94,7 +98,7 @@ void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape 
     ++running_;
   }
   if (!error) {
-    const FloatEnvironment keep_subnormals;
+    const FloatScope keep_subnormals(FloatControl::Standard());
     try {
       work(complete.buffers);
     } catch (const std::exception& failure) {

@@ -1,0 +1,474 @@
+// The fused backend: one launch carries out a whole collective on one device.
+//
+// A resident grid of CTAs; each owns a channel and takes every gridDim-th piece of the shards
+// through the topology's steps. Step s works on the piece that step s - 1 worked on one iteration
+// earlier (the *lag pipeline*), so that wire, codec and output overlap. A CTA writes its records
+// straight into its peers' mailboxes; one barrier, one fence and a few flag words later they may be
+// read. When a wait fails the CTA fills its part of the output with NaN and says why.
+#pragma once
+
+#include "../topology.h"
+#include "group_view.h"
+#include "rows.cuh"
+
+namespace jax_pcie::cuda {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kUnitRows = kUnitValues / kRowValues;
+constexpr int kRowsInFlight = 4;  // rows that a warp loads before it uses the first
+constexpr uint64_t kBusyTick = ~uint64_t{0};
+static_assert(kUnitRows * 2 == 16, "the scale words of a unit are the low 16 lanes' store");
+
+template <class Topology>
+struct RegionOf;
+template <class Partial, class Final>
+struct RegionOf<Ring<Partial, Final>> {
+  static constexpr Region value = Region::kRing;
+};
+template <class Codec>
+struct RegionOf<AllToAll<Codec>> {
+  static constexpr Region value = Region::kAllToAll;
+};
+
+// One collective on one rank.
+template <class Element>
+struct Call {
+  const Element* x;
+  Element* y;
+  int64_t count;         // elements
+  int64_t shard_values;  // per shard; the last shards may have fewer or none
+  int64_t piece_values;  // per piece of every shard, whole units
+  uint32_t call_site;
+};
+
+// Where one piece of a channel lies, in the shards and in the mailboxes.
+struct Piece {
+  int64_t begin;  // within every shard
+  int64_t tick;
+  int slot;
+};
+
+// Addresses of a channel's inboxes and flags, on any rank.
+template <Region kRegion>
+struct Channel {
+  const GroupView& group;
+  int index;
+
+  __device__ std::byte* Record(int rank, int lane, int slot) const {
+    return group.slabs[rank] + group.layout.Record(kRegion, group.world_size, index, lane, slot);
+  }
+  __device__ uint64_t* Flag(int rank, int lane, int slot) const {
+    return reinterpret_cast<uint64_t*>(
+        group.slabs[rank] + group.layout.Flag(kRegion, group.world_size, index, lane, slot));
+  }
+  __device__ uint64_t* Tick() const {
+    return reinterpret_cast<uint64_t*>(group.slabs[group.rank] + group.layout.Tick(kRegion, index));
+  }
+  __device__ unsigned* Failed() const {
+    return reinterpret_cast<unsigned*>(group.slabs[group.rank] + group.layout.failed);
+  }
+  __device__ bool HasFailed() const { return ptx::LoadRelaxedSys(Failed()) != 0; }
+
+  // Leaves the first failure of this rank for the host; `kind` last, so that it is never half read.
+  __device__ void Fail(FailureKind kind, int lane, uint64_t expected, uint64_t observed) const {
+    if (atomicCAS(Failed(), 0u, 1u) != 0u) return;
+    volatile Failure& failure = *group.failure;
+    failure.expected = expected;
+    failure.observed = observed;
+    failure.region = kRegion;
+    failure.rank = group.rank;
+    failure.channel = index;
+    failure.lane = lane;
+    ptx::FenceAcqRelSys();
+    failure.kind = kind;
+  }
+};
+
+// A bounded wait; the clock is only read after a miss.
+class Deadline {
+ public:
+  __device__ explicit Deadline(uint64_t timeout_ns) : timeout_ns_(timeout_ns) {}
+  __device__ bool Passed() {
+    const uint64_t now = ptx::GlobalTimerNs();
+    if (end_ == 0) end_ = now + timeout_ns_;
+    return now >= end_;
+  }
+
+ private:
+  uint64_t timeout_ns_, end_ = 0;
+};
+
+// The verbs, carried out by all threads of a CTA on one piece.
+template <class Element, Region kRegion>
+class FusedBackend {
+ public:
+  __device__ FusedBackend(const Channel<kRegion>& channel, const Call<Element>& call)
+      : channel_(channel),
+        call_(call),
+        aligned_((reinterpret_cast<uintptr_t>(call.x) | reinterpret_cast<uintptr_t>(call.y)) %
+                     sizeof(uint4) ==
+                 0),
+        warp_(threadIdx.x / 32),
+        lane_(threadIdx.x % 32) {}
+
+  __device__ void Enter(Piece piece) { piece_ = piece; }
+  __device__ bool ok() const { return ok_; }
+  __device__ void Abandon() { ok_ = false; }
+
+  // One thread polls: more pollers take the link's bandwidth. The barrier hands on what it
+  // acquired.
+  __device__ void Wait(int lane) {
+    if (!ok_) return;
+    ok_ = __syncthreads_and(threadIdx.x != 0 || Poll(lane));
+  }
+
+  template <class Codec>
+  __device__ void Encode(int shard, Route route) {
+    if (!ok_) return;
+    const Span span = SpanOf(shard);
+    ForEachUnit(span, [&](int unit) {
+      uint32_t words = 0;
+#pragma unroll 1
+      for (int first = 0; first < kUnitRows; first += kRowsInFlight) {
+        Chunk<Element> own[kRowsInFlight];
+        LoadOwn(span, unit, first, own);
+#pragma unroll
+        for (int i = 0; i < kRowsInFlight; ++i) {
+          WireRow<Codec> row;
+          if constexpr (Limited<Codec>) {
+            Values v;
+            Unpack(own[i], v);
+            row = EncodeRow<Codec, Element>(v, lane_);
+          } else {
+            row.payload = own[i];
+          }
+          StoreRow(route, unit, first + i, row, words);
+        }
+      }
+      StoreWords<Codec>(route, unit, words);
+    });
+  }
+
+  template <class In, class Out, class Term>
+  __device__ void Reduce(int shard, int count, Term term, Route route, Keep keep) {
+    if (!ok_) return;
+    const Span span = SpanOf(shard);
+    ForEachUnit(span, [&](int unit) {
+      uint32_t words = 0;
+#pragma unroll 1
+      for (int first = 0; first < kUnitRows; first += kRowsInFlight) {
+        Chunk<Element> own[kRowsInFlight];
+        LoadOwn(span, unit, first, own);
+        Values sum[kRowsInFlight];
+        for (int t = 0; t < count; ++t) {
+          const int inbox = term(t);
+          WireRow<In> rows[kRowsInFlight];
+          if (inbox != kOwn) LoadRows(inbox, unit, first, rows);
+#pragma unroll
+          for (int i = 0; i < kRowsInFlight; ++i) {
+            Values v;
+            if (inbox == kOwn) {
+              Unpack(own[i], v);
+            } else {
+              DecodeRow<In>(rows[i], lane_, v);
+            }
+            // The sum starts from the first term, not from +0, so that -0 survives.
+#pragma unroll
+            for (int j = 0; j < kLaneValues; ++j) {
+              sum[i][j] = t == 0 ? v[j] : AddRn(sum[i][j], v[j]);
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsInFlight; ++i) {
+          const WireRow<Out> row = EncodeRow<Out, Element>(sum[i], lane_);
+          StoreRow(route, unit, first + i, row, words);
+          if (keep == Keep::kDecoded) StoreOwn<Out>(span, unit, first + i, row);
+        }
+      }
+      StoreWords<Out>(route, unit, words);
+    });
+  }
+
+  template <class Codec>
+  __device__ void Decode(int inbox, int shard, Route route) {
+    if (!ok_) return;
+    const Span span = SpanOf(shard);
+    ForEachUnit(span, [&](int unit) {
+      uint32_t words = 0;
+#pragma unroll 1
+      for (int first = 0; first < kUnitRows; first += kRowsInFlight) {
+        WireRow<Codec> rows[kRowsInFlight];
+        LoadRows(inbox, unit, first, rows);
+#pragma unroll
+        for (int i = 0; i < kRowsInFlight; ++i) {
+          StoreRow(route, unit, first + i, rows[i], words);
+          StoreOwn<Codec>(span, unit, first + i, rows[i]);
+        }
+      }
+      StoreWords<Codec>(route, unit, words);
+    });
+  }
+
+ private:
+  struct Span {
+    int64_t begin;  // in the array
+    int values;     // that exist; at most a piece
+  };
+
+  __device__ Span SpanOf(int shard) const {
+    const int64_t begin = shard * call_.shard_values + piece_.begin;
+    const int64_t values =
+        min(min(call_.piece_values, call_.shard_values - piece_.begin), call_.count - begin);
+    return {begin, static_cast<int>(max(values, int64_t{0}))};
+  }
+
+  template <class Body>
+  __device__ void ForEachUnit(Span span, Body&& body) const {
+    for (int unit = warp_; unit * kUnitValues < span.values; unit += kWarps) body(unit);
+  }
+
+  __device__ int ValueIndex(int unit, int row) const {
+    return unit * kUnitValues + row * kRowValues + lane_ * kLaneValues;
+  }
+
+  __device__ void LoadOwn(Span span, int unit, int first,
+                          Chunk<Element> (&own)[kRowsInFlight]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const int index = ValueIndex(unit, first + i);
+      own[i] = LoadChunk(call_.x + span.begin + index, span.values - index, aligned_);
+    }
+  }
+
+  template <class Codec>
+  __device__ void StoreOwn(Span span, int unit, int row, const WireRow<Codec>& wire) const {
+    const int index = ValueIndex(unit, row);
+    StoreChunk(call_.y + span.begin + index, DecodeRowToElements<Codec, Element>(wire, lane_),
+               span.values - index, aligned_);
+  }
+
+  // Scales follow the payload of a whole piece, so that their place does not depend on its length.
+  template <class Codec>
+  __device__ int64_t ScalesOffset() const {
+    return call_.piece_values * Codec::kPayloadBytes;
+  }
+
+  template <class Codec>
+  __device__ void LoadRows(int inbox, int unit, int first,
+                           WireRow<Codec> (&rows)[kRowsInFlight]) const {
+    const std::byte* const record = channel_.Record(channel_.group.rank, inbox, piece_.slot);
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const std::byte* const payload =
+          record + int64_t{ValueIndex(unit, first + i)} * Codec::kPayloadBytes;
+      if constexpr (Limited<Codec>) {
+        rows[i].payload = ptx::LoadRelaxedSys(reinterpret_cast<const uint2*>(payload));
+      } else {
+#pragma unroll
+        for (int j = 0; j < Chunk<Element>::kVectors; ++j) {
+          rows[i].payload.vectors[j] =
+              ptx::LoadRelaxedSys(reinterpret_cast<const uint4*>(payload) + j);
+        }
+      }
+    }
+    if constexpr (Limited<Codec>) {
+      const auto* words =
+          reinterpret_cast<const uint32_t*>(record + ScalesOffset<Codec>()) + unit * 16;
+      const uint32_t word = ptx::LoadRelaxedSys(words + lane_ % 16);
+#pragma unroll
+      for (int i = 0; i < kRowsInFlight; ++i) {
+        rows[i].scale_word = __shfl_sync(kFullWarp, word, (first + i) * 2 + lane_ / 16);
+      }
+    }
+  }
+
+  // Stores a row's payload and keeps its two scale words in lanes 2 * row and 2 * row + 1.
+  template <class Codec>
+  __device__ void StoreRow(Route route, int unit, int row, const WireRow<Codec>& wire,
+                           uint32_t& words) const {
+    const int64_t offset = int64_t{ValueIndex(unit, row)} * Codec::kPayloadBytes;
+    for (int i = 0; i < route.count; ++i) {
+      std::byte* const payload = Outbox(route, i) + offset;
+      if constexpr (Limited<Codec>) {
+        *reinterpret_cast<uint2*>(payload) = wire.payload;
+      } else {
+#pragma unroll
+        for (int j = 0; j < Chunk<Element>::kVectors; ++j) {
+          reinterpret_cast<uint4*>(payload)[j] = wire.payload.vectors[j];
+        }
+      }
+    }
+    if constexpr (Limited<Codec>) {
+      const uint32_t word = __shfl_sync(kFullWarp, wire.scale_word, lane_ % 2 * 16);
+      if (lane_ / 2 == row) words = word;
+    }
+  }
+
+  // One 64-byte store of a unit's scales; scattered 4-byte stores cost 8 to 12 us in 400.
+  template <class Codec>
+  __device__ void StoreWords(Route route, int unit, uint32_t words) const {
+    if constexpr (Limited<Codec>) {
+      if (lane_ >= 16) return;
+      for (int i = 0; i < route.count; ++i) {
+        reinterpret_cast<uint32_t*>(Outbox(route, i) + ScalesOffset<Codec>())[unit * 16 + lane_] =
+            words;
+      }
+    }
+  }
+
+  __device__ std::byte* Outbox(Route route, int i) const {
+    const int peer = Mod(route.first_peer + i, channel_.group.world_size);
+    return channel_.Record(peer, route.lane + i, piece_.slot);
+  }
+
+  __device__ bool Poll(int lane) const {
+    const uint64_t* const flag = channel_.Flag(channel_.group.rank, lane, piece_.slot);
+    const uint64_t want = FlagWord(piece_.tick, call_.call_site);
+    Deadline deadline(channel_.group.timeout_ns);
+    while (true) {
+      const uint64_t seen = ptx::LoadAcquireSys(flag);  // pairs with the fence before Signals
+      if (seen == want) return true;
+      if (TickOf(seen) == TickOf(want)) {
+        channel_.Fail(FailureKind::kCallSite, lane, want, seen);
+        return false;
+      }
+      if (IsAfter(TickOf(seen), TickOf(want))) {
+        channel_.Fail(FailureKind::kOverrun, lane, want, seen);
+        return false;
+      }
+      if (deadline.Passed()) {
+        channel_.Fail(FailureKind::kTimeout, lane, want, seen);
+        return false;
+      }
+      if (channel_.HasFailed()) return false;
+    }
+  }
+
+  const Channel<kRegion>& channel_;
+  const Call<Element>& call_;
+  Piece piece_ = {};
+  const bool aligned_;
+  const int warp_, lane_;
+  bool ok_ = true;
+};
+
+// A second reading of the same steps, by one thread: every record that a step sent gets its flag.
+template <Region kRegion>
+class Signals {
+ public:
+  __device__ Signals(const Channel<kRegion>& channel, uint32_t call_site)
+      : channel_(channel), call_site_(call_site) {}
+
+  __device__ void Enter(Piece piece) { piece_ = piece; }
+  __device__ void Wait(int) {}
+  template <class Codec>
+  __device__ void Encode(int, Route route) {
+    Send(route);
+  }
+  template <class In, class Out, class Term>
+  __device__ void Reduce(int, int, Term, Route route, Keep) {
+    Send(route);
+  }
+  template <class Codec>
+  __device__ void Decode(int, int, Route route) {
+    Send(route);
+  }
+
+ private:
+  __device__ void Send(Route route) {
+    for (int i = 0; i < route.count; ++i) {
+      const int peer = Mod(route.first_peer + i, channel_.group.world_size);
+      ptx::StoreRelaxedSys(channel_.Flag(peer, route.lane + i, piece_.slot),
+                           FlagWord(piece_.tick, call_site_));
+    }
+  }
+
+  const Channel<kRegion>& channel_;
+  uint32_t call_site_;
+  Piece piece_ = {};
+};
+
+// Takes this channel's tick counter, or `kBusyTick` if another call holds it past the deadline. The
+// counter lives on the device because a captured graph replays the same arguments; it doubles as a
+// lock, so that calls which XLA runs at once take turns.
+template <Region kRegion>
+__device__ uint64_t ClaimTick(const Channel<kRegion>& channel) {
+  Deadline deadline(channel.group.timeout_ns);
+  auto* const counter = reinterpret_cast<unsigned long long*>(channel.Tick());
+  while (true) {
+    const uint64_t tick = atomicExch(counter, kBusyTick);
+    if (tick != kBusyTick) return tick;
+    if (deadline.Passed()) {
+      channel.Fail(FailureKind::kBusy, /*lane=*/0, 0, 0);
+      return kBusyTick;
+    }
+  }
+}
+
+template <class Topology, class Element>
+__global__ void __launch_bounds__(kThreads, 1)
+    AllReduceKernel(const __grid_constant__ GroupView group,
+                    const __grid_constant__ Call<Element> call) {
+  constexpr Region kRegion = RegionOf<Topology>::value;
+  const Channel<kRegion> channel{group, static_cast<int>(blockIdx.x)};
+  const int n = group.world_size;
+  const int num_steps = Topology::NumSteps(n);
+  const int num_slots = NumSlots(kRegion, n);
+  const int64_t all_pieces = (call.shard_values + call.piece_values - 1) / call.piece_values;
+  const int64_t num_pieces = (all_pieces - channel.index + gridDim.x - 1) / gridDim.x;
+
+  __shared__ uint64_t claimed;
+  if (threadIdx.x == 0) claimed = channel.HasFailed() ? kBusyTick : ClaimTick(channel);
+  __syncthreads();
+  const uint64_t first_tick = claimed;
+
+  FusedBackend<Element, kRegion> backend(channel, call);
+  if (first_tick == kBusyTick) backend.Abandon();
+  const auto piece = [&](int64_t i) {
+    return Piece{(channel.index + i * gridDim.x) * call.piece_values,
+                 static_cast<int64_t>(first_tick + i),
+                 static_cast<int>((first_tick + i) % num_slots)};
+  };
+
+  for (int64_t t = 0; backend.ok() && t < num_pieces + num_steps - 1; ++t) {
+    const auto for_steps = [&](int first, int last, auto& verbs) {
+      for (int s = first; s < last; ++s) {
+        if (t - s < 0 || t - s >= num_pieces) continue;
+        verbs.Enter(piece(t - s));
+        Topology::Step(verbs, group.rank, s, n);
+      }
+    };
+    for_steps(0, num_steps - 1, backend);
+    // Every thread's stores, then one fence, then the flags (pairs with the acquire in Poll). The
+    // last step sends nothing and can run after them.
+    __syncthreads();
+    if (threadIdx.x == 0 && backend.ok()) {
+      ptx::FenceAcqRelSys();
+      Signals<kRegion> signals(channel, call.call_site);
+      for_steps(0, num_steps - 1, signals);
+    }
+    for_steps(num_steps - 1, num_steps, backend);
+  }
+
+  if (!backend.ok()) {
+    for (int64_t i = 0; i < num_pieces; ++i) {
+      for (int shard = 0; shard < n; ++shard) {
+        const int64_t begin = shard * call.shard_values + piece(i).begin;
+        const int64_t end =
+            min(min(begin + call.piece_values, (shard + 1) * call.shard_values), call.count);
+        for (int64_t j = begin + threadIdx.x; j < end; j += kThreads) {
+          call.y[j] = Narrow<Element>(QuietNan());
+        }
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && first_tick != kBusyTick) {
+    __threadfence();
+    atomicExch(reinterpret_cast<unsigned long long*>(channel.Tick()), first_tick + num_pieces);
+  }
+}
+
+}  // namespace jax_pcie::cuda

@@ -1,0 +1,48 @@
+// What a kernel is told about its group, and what it leaves behind when a wait fails.
+//
+// Plain structs that cross to the device; also read by host code that has no CUDA compiler.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "../slab.h"
+
+namespace jax_pcie::cuda {
+
+constexpr int kMaxWorldSize = 16;
+
+enum class FailureKind : uint32_t { kNone = 0, kTimeout, kCallSite, kOverrun, kBusy };
+
+// The first failed wait of a rank, in pinned host memory. `kind` is written last.
+struct Failure {
+  uint64_t expected, observed;  // {call site, tick} packed as in a flag
+  Region region;
+  int32_t rank, channel, lane;
+  FailureKind kind;
+};
+static_assert(std::is_trivially_copyable_v<Failure>);
+
+struct GroupView {
+  std::byte* slabs[kMaxWorldSize];  // [rank], as this device addresses them
+  Failure* failure;
+  SlabLayout layout;
+  uint64_t timeout_ns;
+  int rank, world_size;
+};
+static_assert(std::is_trivially_copyable_v<GroupView>);
+
+// A flag says which call's record lies in its slot. The tick counts pieces, the call site keeps two
+// different calls from ever being summed with each other.
+HD constexpr uint64_t FlagWord(uint64_t tick, uint32_t call_site) {
+  return uint64_t{call_site} << 32 | (tick & 0xffffffffu);
+}
+HD constexpr uint32_t TickOf(uint64_t flag) { return static_cast<uint32_t>(flag); }
+
+// Whether tick `seen` comes after `want`. Peers are a few pieces apart at most, so the distance
+// fits in 31 bits even where the 32-bit part wraps.
+HD constexpr bool IsAfter(uint32_t seen, uint32_t want) { return int32_t(seen - want) > 0; }
+static_assert(IsAfter(0u, 0xffffffffu) && !IsAfter(0xffffffffu, 0u) && !IsAfter(7u, 7u));
+
+}  // namespace jax_pcie::cuda

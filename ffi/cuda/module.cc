@@ -1,0 +1,110 @@
+// The CUDA module: the all-reduce handler and the group's life cycle, as Python sees them.
+#include "../module.h"
+
+#include "../plan.h"
+#include "group.h"
+
+namespace jax_pcie {
+
+ffi::TypeId CallSite::id = {};
+
+namespace cuda {
+namespace {
+
+using Groups = Registry<Group>;
+
+template <class Body>
+ffi::Error Guard(Body&& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::exception& failure) {
+    return ffi::Error::Internal(failure.what());
+  }
+}
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary) { return CallSite::Make(); }
+
+// Runs at every execution, also when a graph is replayed: the place where a wait that failed in an
+// earlier call can still become an error.
+ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+  return Guard([&] {
+    const auto group_id = attributes.get<int64_t>("group");
+    Require(group_id.has_value(), "the call has no attribute `group`");
+    Groups::Instance().Find(*group_id)->RequireUsable();
+  });
+}
+
+ffi::Error AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t group_id,
+                     CodecId codec, TopologyId topology, CallSite* call_site, int32_t device,
+                     cudaStream_t stream) {
+  return Guard([&] {
+    const auto group = Groups::Instance().Find(group_id);
+    group->RequireUsable();
+    const auto call = AllReduceCall::Checked(x, *y, codec, topology);
+    const GroupView& view = group->View(group->members().Find(device));
+    const AllReduceLaunch launch{call.x,        call.y,
+                                 call.count,    call.codec,
+                                 call.topology, static_cast<uint32_t>(call_site->number)};
+    VisitElement(call.element,
+                 [&]<class Element>() { LaunchAllReduce<Element>(view, launch, stream); });
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    kInitialize, Initialize,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .Attr<int64_t>("group")
+                           .Attr<CodecId>("codec")
+                           .Attr<TopologyId>("topology")
+                           .Ctx<ffi::State<CallSite>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+NB_MODULE(_cuda, m) {
+  DefineVersion(m);
+  TranslateErrors(m);
+  DefineGroupOptions(m);
+  m.def("call_site_type", &CallSiteRegistration);
+  m.def("handlers", [] {
+    nb::dict stages;
+    stages["instantiate"] = HandlerCapsule(kInstantiate);
+    stages["initialize"] = HandlerCapsule(kInitialize);
+    stages["execute"] = HandlerCapsule(kAllReduce);
+    nb::dict targets;
+    targets["jax_pcie.all_reduce"] = stages;
+    return targets;
+  });
+  const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
+  m.def(
+      "create_group",
+      [](const GroupOptions& options) {
+        return Groups::Instance().Add(std::make_shared<Group>(options));
+      },
+      release_gil);
+  m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
+    const auto group = Groups::Instance().Find(id);
+    return VisitElementName(dtype, [&]<class Element>() {
+      return NumSegments<Element>(group->View({0, 0}), CodecId(codec), TopologyId(topology), count);
+    });
+  });
+  m.def("check_group", [](int64_t id) { Groups::Instance().Find(id)->RequireUsable(); });
+  m.def(
+      "close_group",
+      [](int64_t id) {
+        if (const auto group = Groups::Instance().Remove(id)) group->Close();
+      },
+      release_gil);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace jax_pcie
