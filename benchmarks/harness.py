@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -38,7 +39,7 @@ def _link() -> str:
     """How the first two GPUs are connected, as `nvidia-smi topo` names it."""
     rows = [line.split() for line in _run("nvidia-smi", "topo", "-m").splitlines()]
     for row in rows:
-        if row and row[0].endswith("GPU0") and len(row) > 2:
+        if row and row[0] == "GPU0" and len(row) > 2:
             return row[2]
     return "unknown"
 
@@ -56,8 +57,11 @@ def facts() -> dict[str, Any]:
     native = sorted((ROOT / "jax_pcie").glob("_c*.so"))
     return {
         "command": " ".join([pathlib.Path(sys.executable).name, *sys.argv]),
-        "commit": _run("git", "rev-parse", "HEAD"),
-        "changed_files": _run("git", "status", "--porcelain").splitlines(),
+        # On a machine that has the files without their history, the caller names it.
+        "commit": os.environ.get("COMMIT") or _run("git", "rev-parse", "HEAD"),
+        "tree": os.environ.get("TREE")
+        or _run("git", "status", "--porcelain")
+        or "clean",
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "devices": [str(device) for device in jax.devices()],
         "gpus": _run("nvidia-smi", f"--query-gpu={query}", "--format=csv").splitlines(),

@@ -29,21 +29,6 @@ inline nb::dict CallSiteRegistration() {
   return registration;
 }
 
-// Describes `GroupOptions` to Python, as keyword arguments of one constructor.
-inline void DefineGroupOptions(nb::module_& m) {
-  using Slices = std::vector<std::vector<int64_t>>;
-  nb::class_<GroupOptions>(m, "GroupOptions")
-      .def(
-          "__init__",
-          [](GroupOptions* self, std::string name, Slices slices, int64_t max_bytes,
-             double timeout_s, uint64_t first_generation) {
-            new (self) GroupOptions{std::move(name), std::move(slices), max_bytes, timeout_s,
-                                    first_generation};
-          },
-          nb::kw_only(), nb::arg("name"), nb::arg("slices"), nb::arg("max_bytes"),
-          nb::arg("timeout_s"), nb::arg("first_generation"));
-}
-
 // Facts that `_ffi.py` compares before it registers anything.
 inline void DefineVersion(nb::module_& m) { m.attr("ffi_api_minor") = XLA_FFI_API_MINOR; }
 
@@ -62,6 +47,30 @@ inline void TranslateErrors(nb::module_& m) {
       }
     });
   });
+}
+
+// The life of a group: `Group` has a constructor from options, `RequireUsable` and `Close`.
+template <class Group>
+void DefineGroupLifetime(nb::module_& m) {
+  using Slices = std::vector<std::vector<int64_t>>;
+  using Groups = Registry<Group>;
+  m.def(
+      "create_group",
+      [](std::string name, Slices slices, int64_t max_bytes, double timeout_s,
+         uint64_t first_generation) {
+        const GroupOptions options{std::move(name), std::move(slices), max_bytes, timeout_s,
+                                   first_generation};
+        return Groups::Instance().Add(std::make_shared<Group>(options));
+      },
+      nb::kw_only(), nb::arg("name"), nb::arg("slices"), nb::arg("max_bytes"), nb::arg("timeout_s"),
+      nb::arg("first_generation"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("check_group", [](int64_t id) { Groups::Instance().Find(id)->RequireUsable(); });
+  m.def(
+      "close_group",
+      [](int64_t id) {
+        if (const auto group = Groups::Instance().Remove(id)) group->Close();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace jax_pcie

@@ -21,9 +21,9 @@ constexpr int kNumRegions = 2;
 
 constexpr int64_t kFlagStride = 128;  // bytes; one flag word to a cache line
 
-// What one warp handles at a time: 8 rows of 32 lanes of 8 values, whose scales are one 64-byte
+// What one warp handles at a time: 4 rows of 32 lanes of 8 values, whose scales are one 32-byte
 // store. Pieces are whole units, so that slots need no masks.
-constexpr int kUnitValues = 2048;
+constexpr int kUnitValues = 1024;
 
 // Slots per inbox: how many pieces must pass before a slot is free again, with no acknowledgement.
 // In iteration t a CTA does step s on piece t - s, and flags follow all steps but the last.
@@ -118,7 +118,7 @@ constexpr int64_t MaxPieceValues(int64_t slot_bytes) {
   }
   return values;
 }
-static_assert(MaxPieceValues<AllToAll<Int8>>(33 * 1024) == 32768);
-static_assert(MaxPieceValues<Ring<Raw<Bf16>, Mxfp8>>(33 * 1024) == 16384);
+static_assert(MaxPieceValues<AllToAll<Int8>>(33 * 1024) == 32 * kUnitValues);
+static_assert(MaxPieceValues<Ring<Raw<Bf16>, Mxfp8>>(33 * 1024) == 16 * kUnitValues);
 
 }  // namespace jax_pcie

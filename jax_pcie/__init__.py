@@ -1,9 +1,15 @@
 """Compressed collectives for JAX on hosts whose GPUs talk over PCIe."""
 
-from jax_pcie._ffi import PcieError
-from jax_pcie.collectives import all_reduce
-from jax_pcie.group import PeerGroup, Plan
-from jax_pcie.wire import MODES, Codec, Topology, WireMode
+import pkgutil
+
+# Python started in the source folder finds this package there, and the native modules
+# only where they were installed: look in both.
+__path__ = pkgutil.extend_path(__path__, __name__)
+
+from jax_pcie._ffi import PcieError  # noqa: E402
+from jax_pcie.collectives import all_reduce  # noqa: E402
+from jax_pcie.group import PeerGroup, Plan  # noqa: E402
+from jax_pcie.wire import MODES, Codec, Topology, WireMode  # noqa: E402
 
 __all__ = [
     "MODES",

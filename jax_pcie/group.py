@@ -133,14 +133,13 @@ class PeerGroup:
                 "must all be of this process"
             )
         self._native = _ffi.native_module(self.platform)
-        options = self._native.GroupOptions(
+        self.id = self._native.create_group(
             name=repr(self),
             slices=[[_ffi.device_ordinal(d) for d in line] for line in self.slices],
             max_bytes=self.max_bytes,
             timeout_s=self.timeout_s,
             first_generation=first_generation,
         )
-        self.id = self._native.create_group(options)
 
     @property
     def closed(self) -> bool:

@@ -21,11 +21,15 @@ class Group {
   int64_t max_bytes() const { return max_bytes_; }
   Rendezvous& rendezvous() { return rendezvous_; }
 
-  // After fork only the calling thread lives on; without this the child would wait for ever.
-  void RequireOwnProcess() const {
+  // Throws the group's first failure, or that this is a forked child: there only the calling thread
+  // lives on, and a call would wait for ever.
+  void RequireUsable() const {
     Require(getpid() == process_, members_.name(), " was made in process ", process_,
             " and cannot be used after fork in process ", getpid());
+    if (const auto broken = rendezvous_.Broken()) throw Error(*broken);
   }
+
+  void Close() { rendezvous_.Close(); }
 
  private:
   Membership members_;

@@ -29,7 +29,7 @@ ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t g
   ffi::Future future(promise);
   try {
     const auto group = Groups::Instance().Find(group_id);
-    group->RequireOwnProcess();
+    group->RequireUsable();
     const auto call = AllReduceCall::Checked(x, *y, codec, topology);
     const Member member = group->members().Find(device);
     const int64_t max_bytes = group->max_bytes();
@@ -130,7 +130,7 @@ NewBytes DecodeForTests(int codec, const std::string& dtype, Bytes payload, Byte
 NB_MODULE(_cpu, m) {
   DefineVersion(m);
   TranslateErrors(m);
-  DefineGroupOptions(m);
+  DefineGroupLifetime<Group>(m);
   m.def("call_site_type", &CallSiteRegistration);
   m.def("handlers", [] {
     nb::dict stages;
@@ -140,19 +140,6 @@ NB_MODULE(_cpu, m) {
     targets["jax_pcie.all_reduce"] = stages;
     return targets;
   });
-  m.def("create_group", [](const GroupOptions& options) {
-    return Groups::Instance().Add(std::make_shared<Group>(options));
-  });
-  m.def("check_group", [](int64_t id) {
-    const auto broken = Groups::Instance().Find(id)->rendezvous().Broken();
-    if (broken) throw Error(*broken);
-  });
-  m.def(
-      "close_group",
-      [](int64_t id) {
-        if (const auto group = Groups::Instance().Remove(id)) group->rendezvous().Close();
-      },
-      nb::call_guard<nb::gil_scoped_release>());
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     const int n = group->members().world_size();

@@ -2,9 +2,9 @@
 //
 // A resident grid of CTAs; each owns a channel and takes every gridDim-th piece of the shards
 // through the topology's steps. Step s works on the piece that step s - 1 worked on one iteration
-// earlier (the *lag pipeline*), so that wire, codec and output overlap. A CTA writes its records
-// straight into its peers' mailboxes; one barrier, one fence and a few flag words later they may be
-// read. When a wait fails the CTA fills its part of the output with NaN and says why.
+// earlier (the *lag pipeline*), so that wire, codec and output overlap. Worker warps write records
+// straight into the peers' mailboxes; a signal warp follows with one fence and a few flag words an
+// iteration. When a wait fails the CTA fills its part of the output with NaN and says why.
 #pragma once
 
 #include "../topology.h"
@@ -13,12 +13,10 @@
 
 namespace jax_pcie::cuda {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
 constexpr int kUnitRows = kUnitValues / kRowValues;
-constexpr int kRowsInFlight = 4;  // rows that a warp loads before it uses the first
+constexpr int kUnitWords = kUnitValues / kSpanAlign;  // 32-bit scale words
+constexpr int kWorkerBarrier = 1;                     // hardware barrier 0 is __syncthreads
 constexpr uint64_t kBusyTick = ~uint64_t{0};
-static_assert(kUnitRows * 2 == 16, "the scale words of a unit are the low 16 lanes' store");
 
 template <class Topology>
 struct RegionOf;
@@ -99,7 +97,7 @@ class Deadline {
   uint64_t timeout_ns_, end_ = 0;
 };
 
-// The verbs, carried out by all threads of a CTA on one piece.
+// The verbs, carried out by all worker warps of a CTA on one piece.
 template <class Element, Region kRegion>
 class FusedBackend {
  public:
@@ -120,7 +118,7 @@ class FusedBackend {
   // acquired.
   __device__ void Wait(int lane) {
     if (!ok_) return;
-    ok_ = __syncthreads_and(threadIdx.x != 0 || Poll(lane));
+    ok_ = ptx::BarrierAnd(kWorkerBarrier, kWorkerThreads, threadIdx.x != 0 || Poll(lane));
   }
 
   template <class Codec>
@@ -128,25 +126,20 @@ class FusedBackend {
     if (!ok_) return;
     const Span span = SpanOf(shard);
     ForEachUnit(span, [&](int unit) {
-      uint32_t words = 0;
-#pragma unroll 1
-      for (int first = 0; first < kUnitRows; first += kRowsInFlight) {
-        Chunk<Element> own[kRowsInFlight];
-        LoadOwn(span, unit, first, own);
+      Chunk<Element> own[kUnitRows];
+      WireRow<Codec> rows[kUnitRows];
+      LoadOwn(span, unit, own);
 #pragma unroll
-        for (int i = 0; i < kRowsInFlight; ++i) {
-          WireRow<Codec> row;
-          if constexpr (Limited<Codec>) {
-            Values v;
-            Unpack(own[i], v);
-            row = EncodeRow<Codec, Element>(v, lane_);
-          } else {
-            row.payload = own[i];
-          }
-          StoreRow(route, unit, first + i, row, words);
+      for (int i = 0; i < kUnitRows; ++i) {
+        if constexpr (Limited<Codec>) {
+          Values v;
+          Unpack(own[i], v);
+          rows[i] = EncodeRow<Codec, Element>(v, lane_);
+        } else {
+          rows[i].payload = own[i];
         }
       }
-      StoreWords<Codec>(route, unit, words);
+      Send(route, unit, rows);
     });
   }
 
@@ -155,39 +148,34 @@ class FusedBackend {
     if (!ok_) return;
     const Span span = SpanOf(shard);
     ForEachUnit(span, [&](int unit) {
-      uint32_t words = 0;
-#pragma unroll 1
-      for (int first = 0; first < kUnitRows; first += kRowsInFlight) {
-        Chunk<Element> own[kRowsInFlight];
-        LoadOwn(span, unit, first, own);
-        Values sum[kRowsInFlight];
-        for (int t = 0; t < count; ++t) {
-          const int inbox = term(t);
-          WireRow<In> rows[kRowsInFlight];
-          if (inbox != kOwn) LoadRows(inbox, unit, first, rows);
+      Chunk<Element> own[kUnitRows];
+      LoadOwn(span, unit, own);
+      Values sum[kUnitRows];
+#pragma unroll 1  // unrolled it spills
+      for (int t = 0; t < count; ++t) {
+        const int inbox = term(t);
+        WireRow<In> received[kUnitRows];
+        if (inbox != kOwn) Receive(inbox, unit, received);
 #pragma unroll
-          for (int i = 0; i < kRowsInFlight; ++i) {
-            Values v;
-            if (inbox == kOwn) {
-              Unpack(own[i], v);
-            } else {
-              DecodeRow<In>(rows[i], lane_, v);
-            }
-            // The sum starts from the first term, not from +0, so that -0 survives.
+        for (int i = 0; i < kUnitRows; ++i) {
+          Values v;
+          if (inbox == kOwn) {
+            Unpack(own[i], v);
+          } else {
+            DecodeRow<In>(received[i], lane_, v);
+          }
+          // The sum starts from the first term, not from +0, so that -0 survives.
 #pragma unroll
-            for (int j = 0; j < kLaneValues; ++j) {
-              sum[i][j] = t == 0 ? v[j] : AddRn(sum[i][j], v[j]);
-            }
+          for (int j = 0; j < kLaneValues; ++j) {
+            sum[i][j] = t == 0 ? v[j] : AddRn(sum[i][j], v[j]);
           }
         }
-#pragma unroll
-        for (int i = 0; i < kRowsInFlight; ++i) {
-          const WireRow<Out> row = EncodeRow<Out, Element>(sum[i], lane_);
-          StoreRow(route, unit, first + i, row, words);
-          if (keep == Keep::kDecoded) StoreOwn<Out>(span, unit, first + i, row);
-        }
       }
-      StoreWords<Out>(route, unit, words);
+      WireRow<Out> rows[kUnitRows];
+#pragma unroll
+      for (int i = 0; i < kUnitRows; ++i) rows[i] = EncodeRow<Out, Element>(sum[i], lane_);
+      Send(route, unit, rows);
+      if (keep == Keep::kDecoded) StoreOwn(span, unit, rows);
     });
   }
 
@@ -196,18 +184,10 @@ class FusedBackend {
     if (!ok_) return;
     const Span span = SpanOf(shard);
     ForEachUnit(span, [&](int unit) {
-      uint32_t words = 0;
-#pragma unroll 1
-      for (int first = 0; first < kUnitRows; first += kRowsInFlight) {
-        WireRow<Codec> rows[kRowsInFlight];
-        LoadRows(inbox, unit, first, rows);
-#pragma unroll
-        for (int i = 0; i < kRowsInFlight; ++i) {
-          StoreRow(route, unit, first + i, rows[i], words);
-          StoreOwn<Codec>(span, unit, first + i, rows[i]);
-        }
-      }
-      StoreWords<Codec>(route, unit, words);
+      WireRow<Codec> rows[kUnitRows];
+      Receive(inbox, unit, rows);
+      Send(route, unit, rows);
+      StoreOwn(span, unit, rows);
     });
   }
 
@@ -226,43 +206,44 @@ class FusedBackend {
 
   template <class Body>
   __device__ void ForEachUnit(Span span, Body&& body) const {
-    for (int unit = warp_; unit * kUnitValues < span.values; unit += kWarps) body(unit);
+    for (int unit = warp_; unit * kUnitValues < span.values; unit += kWorkerWarps) body(unit);
   }
 
   __device__ int ValueIndex(int unit, int row) const {
     return unit * kUnitValues + row * kRowValues + lane_ * kLaneValues;
   }
 
-  __device__ void LoadOwn(Span span, int unit, int first,
-                          Chunk<Element> (&own)[kRowsInFlight]) const {
+  __device__ void LoadOwn(Span span, int unit, Chunk<Element> (&own)[kUnitRows]) const {
 #pragma unroll
-    for (int i = 0; i < kRowsInFlight; ++i) {
-      const int index = ValueIndex(unit, first + i);
+    for (int i = 0; i < kUnitRows; ++i) {
+      const int index = ValueIndex(unit, i);
       own[i] = LoadChunk(call_.x + span.begin + index, span.values - index, aligned_);
     }
   }
 
   template <class Codec>
-  __device__ void StoreOwn(Span span, int unit, int row, const WireRow<Codec>& wire) const {
-    const int index = ValueIndex(unit, row);
-    StoreChunk(call_.y + span.begin + index, DecodeRowToElements<Codec, Element>(wire, lane_),
-               span.values - index, aligned_);
+  __device__ void StoreOwn(Span span, int unit, const WireRow<Codec> (&rows)[kUnitRows]) const {
+#pragma unroll
+    for (int i = 0; i < kUnitRows; ++i) {
+      const int index = ValueIndex(unit, i);
+      StoreChunk(call_.y + span.begin + index, DecodeRowToElements<Codec, Element>(rows[i], lane_),
+                 span.values - index, aligned_);
+    }
   }
 
   // Scales follow the payload of a whole piece, so that their place does not depend on its length.
   template <class Codec>
-  __device__ int64_t ScalesOffset() const {
-    return call_.piece_values * Codec::kPayloadBytes;
+  __device__ int64_t WordOffset(int unit) const {
+    return call_.piece_values * Codec::kPayloadBytes +
+           (unit * kUnitWords + lane_ % kUnitWords) * int64_t{sizeof(uint32_t)};
   }
 
   template <class Codec>
-  __device__ void LoadRows(int inbox, int unit, int first,
-                           WireRow<Codec> (&rows)[kRowsInFlight]) const {
+  __device__ void Receive(int inbox, int unit, WireRow<Codec> (&rows)[kUnitRows]) const {
     const std::byte* const record = channel_.Record(channel_.group.rank, inbox, piece_.slot);
 #pragma unroll
-    for (int i = 0; i < kRowsInFlight; ++i) {
-      const std::byte* const payload =
-          record + int64_t{ValueIndex(unit, first + i)} * Codec::kPayloadBytes;
+    for (int i = 0; i < kUnitRows; ++i) {
+      const std::byte* const payload = record + int64_t{ValueIndex(unit, i)} * Codec::kPayloadBytes;
       if constexpr (Limited<Codec>) {
         rows[i].payload = ptx::LoadRelaxedSys(reinterpret_cast<const uint2*>(payload));
       } else {
@@ -274,46 +255,46 @@ class FusedBackend {
       }
     }
     if constexpr (Limited<Codec>) {
-      const auto* words =
-          reinterpret_cast<const uint32_t*>(record + ScalesOffset<Codec>()) + unit * 16;
-      const uint32_t word = ptx::LoadRelaxedSys(words + lane_ % 16);
+      const uint32_t word =
+          ptx::LoadRelaxedSys(reinterpret_cast<const uint32_t*>(record + WordOffset<Codec>(unit)));
 #pragma unroll
-      for (int i = 0; i < kRowsInFlight; ++i) {
-        rows[i].scale_word = __shfl_sync(kFullWarp, word, (first + i) * 2 + lane_ / 16);
+      for (int i = 0; i < kUnitRows; ++i) {
+        rows[i].scale_word = __shfl_sync(kFullWarp, word, i * 2 + lane_ / 16);
       }
     }
   }
 
-  // Stores a row's payload and keeps its two scale words in lanes 2 * row and 2 * row + 1.
+  // Payloads, and one 32-byte store of the unit's scale words: scattered 4-byte stores cost 8 to 12
+  // us in 400.
   template <class Codec>
-  __device__ void StoreRow(Route route, int unit, int row, const WireRow<Codec>& wire,
-                           uint32_t& words) const {
-    const int64_t offset = int64_t{ValueIndex(unit, row)} * Codec::kPayloadBytes;
-    for (int i = 0; i < route.count; ++i) {
-      std::byte* const payload = Outbox(route, i) + offset;
-      if constexpr (Limited<Codec>) {
-        *reinterpret_cast<uint2*>(payload) = wire.payload;
-      } else {
+  __device__ void Send(Route route, int unit, const WireRow<Codec> (&rows)[kUnitRows]) const {
+    uint32_t word = 0;
+    if constexpr (Limited<Codec>) {
 #pragma unroll
-        for (int j = 0; j < Chunk<Element>::kVectors; ++j) {
-          reinterpret_cast<uint4*>(payload)[j] = wire.payload.vectors[j];
+      for (int i = 0; i < kUnitRows; ++i) {
+        const uint32_t of_row = __shfl_sync(kFullWarp, rows[i].scale_word, lane_ % 2 * 16);
+        if (lane_ / 2 == i) word = of_row;
+      }
+    }
+#pragma unroll 1
+    for (int peer = 0; peer < route.count; ++peer) {
+      std::byte* const record = Outbox(route, peer);
+#pragma unroll
+      for (int i = 0; i < kUnitRows; ++i) {
+        std::byte* const payload = record + int64_t{ValueIndex(unit, i)} * Codec::kPayloadBytes;
+        if constexpr (Limited<Codec>) {
+          *reinterpret_cast<uint2*>(payload) = rows[i].payload;
+        } else {
+#pragma unroll
+          for (int j = 0; j < Chunk<Element>::kVectors; ++j) {
+            reinterpret_cast<uint4*>(payload)[j] = rows[i].payload.vectors[j];
+          }
         }
       }
-    }
-    if constexpr (Limited<Codec>) {
-      const uint32_t word = __shfl_sync(kFullWarp, wire.scale_word, lane_ % 2 * 16);
-      if (lane_ / 2 == row) words = word;
-    }
-  }
-
-  // One 64-byte store of a unit's scales; scattered 4-byte stores cost 8 to 12 us in 400.
-  template <class Codec>
-  __device__ void StoreWords(Route route, int unit, uint32_t words) const {
-    if constexpr (Limited<Codec>) {
-      if (lane_ >= 16) return;
-      for (int i = 0; i < route.count; ++i) {
-        reinterpret_cast<uint32_t*>(Outbox(route, i) + ScalesOffset<Codec>())[unit * 16 + lane_] =
-            words;
+      if constexpr (Limited<Codec>) {
+        if (lane_ < kUnitWords) {
+          *reinterpret_cast<uint32_t*>(record + WordOffset<Codec>(unit)) = word;
+        }
       }
     }
   }
@@ -407,6 +388,46 @@ __device__ uint64_t ClaimTick(const Channel<kRegion>& channel) {
   }
 }
 
+// What a failed call leaves of a channel's part of the output, by the worker warps.
+template <class Element, class PieceAt>
+__device__ void FillWithNan(const Call<Element>& call, int world_size, int64_t num_pieces,
+                            const PieceAt& piece) {
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    for (int shard = 0; shard < world_size; ++shard) {
+      const int64_t shard_begin = shard * call.shard_values;
+      const int64_t begin = shard_begin + piece(i).begin;
+      const int64_t end =
+          min(min(begin + call.piece_values, shard_begin + call.shard_values), call.count);
+      for (int64_t j = begin + threadIdx.x; j < end; j += kWorkerThreads) {
+        call.y[j] = Narrow<Element>(QuietNan());
+      }
+    }
+  }
+}
+
+// One iteration's hand-over from the worker warps to the signal warp.
+struct HandOver {
+  uint64_t first_tick;
+  uint32_t arrivals;  // of worker warps, over all iterations
+  uint32_t failed;
+
+  // Everything that the warp stored comes before the flags of iteration `arrivals / kWorkerWarps`.
+  __device__ void Arrive(bool ok) {
+    if (!ok) *const_cast<volatile uint32_t*>(&failed) = 1;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::AddReleaseCta(&arrivals, 1);
+  }
+  // Waits until all worker warps arrived `iterations` times; returns whether all waits succeeded.
+  // The sum of arrivals says so because no warp can be two ahead: between the arrivals of two
+  // iterations that send lies a step with a Wait, and that is a barrier of all worker warps.
+  __device__ bool AwaitWorkers(int64_t iterations) const {
+    const auto want = static_cast<uint32_t>(iterations * kWorkerWarps);
+    while (static_cast<int32_t>(ptx::LoadAcquireCta(&arrivals) - want) < 0) {
+    }
+    return *const_cast<const volatile uint32_t*>(&failed) == 0;
+  }
+};
+
 template <class Topology, class Element>
 __global__ void __launch_bounds__(kThreads, 1)
     AllReduceKernel(const __grid_constant__ GroupView group,
@@ -418,51 +439,47 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int num_slots = NumSlots(kRegion, n);
   const int64_t all_pieces = (call.shard_values + call.piece_values - 1) / call.piece_values;
   const int64_t num_pieces = (all_pieces - channel.index + gridDim.x - 1) / gridDim.x;
+  const int64_t num_iterations = num_pieces + num_steps - 1;
+  const int64_t num_sending = num_iterations - 1;  // the last step sends nothing
 
-  __shared__ uint64_t claimed;
-  if (threadIdx.x == 0) claimed = channel.HasFailed() ? kBusyTick : ClaimTick(channel);
+  __shared__ HandOver hand_over;
+  if (threadIdx.x == 0) {
+    hand_over = {channel.HasFailed() ? kBusyTick : ClaimTick(channel), 0, 0};
+  }
   __syncthreads();
-  const uint64_t first_tick = claimed;
+  const uint64_t first_tick = hand_over.first_tick;
 
-  FusedBackend<Element, kRegion> backend(channel, call);
-  if (first_tick == kBusyTick) backend.Abandon();
   const auto piece = [&](int64_t i) {
     return Piece{(channel.index + i * gridDim.x) * call.piece_values,
                  static_cast<int64_t>(first_tick + i),
                  static_cast<int>((first_tick + i) % num_slots)};
   };
-
-  for (int64_t t = 0; backend.ok() && t < num_pieces + num_steps - 1; ++t) {
-    const auto for_steps = [&](int first, int last, auto& verbs) {
-      for (int s = first; s < last; ++s) {
-        if (t - s < 0 || t - s >= num_pieces) continue;
-        verbs.Enter(piece(t - s));
-        Topology::Step(verbs, group.rank, s, n);
-      }
-    };
-    for_steps(0, num_steps - 1, backend);
-    // Every thread's stores, then one fence, then the flags (pairs with the acquire in Poll). The
-    // last step sends nothing and can run after them.
-    __syncthreads();
-    if (threadIdx.x == 0 && backend.ok()) {
-      ptx::FenceAcqRelSys();
-      Signals<kRegion> signals(channel, call.call_site);
-      for_steps(0, num_steps - 1, signals);
+  // Steps [first, last) of iteration t, in the reading of `verbs`.
+  const auto for_steps = [&](int64_t t, int first, int last, auto& verbs) {
+    for (int s = first; s < last; ++s) {
+      if (t - s < 0 || t - s >= num_pieces) continue;
+      verbs.Enter(piece(t - s));
+      Topology::Step(verbs, group.rank, s, n);
     }
-    for_steps(num_steps - 1, num_steps, backend);
-  }
+  };
 
-  if (!backend.ok()) {
-    for (int64_t i = 0; i < num_pieces; ++i) {
-      for (int shard = 0; shard < n; ++shard) {
-        const int64_t begin = shard * call.shard_values + piece(i).begin;
-        const int64_t end =
-            min(min(begin + call.piece_values, (shard + 1) * call.shard_values), call.count);
-        for (int64_t j = begin + threadIdx.x; j < end; j += kThreads) {
-          call.y[j] = Narrow<Element>(QuietNan());
-        }
-      }
+  if (threadIdx.x >= kWorkerThreads) {
+    Signals<kRegion> signals(channel, call.call_site);
+    for (int64_t t = 0; threadIdx.x == kWorkerThreads && t < num_sending; ++t) {
+      if (!hand_over.AwaitWorkers(t + 1)) break;
+      ptx::FenceAcqRelSys();  // pairs with the acquire in Poll
+      for_steps(t, 0, num_steps - 1, signals);
     }
+  } else {
+    FusedBackend<Element, kRegion> backend(channel, call);
+    if (first_tick == kBusyTick) backend.Abandon();
+    for (int64_t t = 0; t < num_iterations; ++t) {
+      for_steps(t, 0, num_steps - 1, backend);
+      if (t < num_sending) hand_over.Arrive(backend.ok());
+      if (!backend.ok()) break;
+      for_steps(t, num_steps - 1, num_steps, backend);  // sends nothing, so it follows the flags
+    }
+    if (!backend.ok()) FillWithNan(call, n, num_pieces, piece);
   }
   __syncthreads();
   if (threadIdx.x == 0 && first_tick != kBusyTick) {

@@ -9,7 +9,6 @@
 namespace jax_pcie::cuda {
 namespace {
 
-constexpr int64_t kSlotBytes = 33 * 1024;  // 32 KiB of payload and its scales: 7 us in 400 at 16
 constexpr int kProbeWords = 32;
 
 // Makes `device` current for a scope.

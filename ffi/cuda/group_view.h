@@ -13,6 +13,16 @@ namespace jax_pcie::cuda {
 
 constexpr int kMaxWorldSize = 16;
 
+// A CTA of the fused kernel: warps that work, and one that waits for their stores to arrive and
+// then raises the flags, so that nobody else stands behind that fence.
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kWorkerWarps = kWarps - 1;
+constexpr int kWorkerThreads = kWorkerWarps * 32;
+
+// The largest record: two units of 1-byte values for each worker warp, with their scales.
+constexpr int64_t kSlotBytes = RecordLayout::For<Int8>(2 * kWorkerWarps * kUnitValues).total_bytes;
+
 enum class FailureKind : uint32_t { kNone = 0, kTimeout, kCallSite, kOverrun, kBusy };
 
 // The first failed wait of a rank, in pinned host memory. `kind` is written last.

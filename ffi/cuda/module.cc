@@ -72,7 +72,7 @@ XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce,
 NB_MODULE(_cuda, m) {
   DefineVersion(m);
   TranslateErrors(m);
-  DefineGroupOptions(m);
+  DefineGroupLifetime<Group>(m);
   m.def("call_site_type", &CallSiteRegistration);
   m.def("handlers", [] {
     nb::dict stages;
@@ -83,26 +83,12 @@ NB_MODULE(_cuda, m) {
     targets["jax_pcie.all_reduce"] = stages;
     return targets;
   });
-  const auto release_gil = nb::call_guard<nb::gil_scoped_release>();
-  m.def(
-      "create_group",
-      [](const GroupOptions& options) {
-        return Groups::Instance().Add(std::make_shared<Group>(options));
-      },
-      release_gil);
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     return VisitElementName(dtype, [&]<class Element>() {
       return NumSegments<Element>(group->View({0, 0}), CodecId(codec), TopologyId(topology), count);
     });
   });
-  m.def("check_group", [](int64_t id) { Groups::Instance().Find(id)->RequireUsable(); });
-  m.def(
-      "close_group",
-      [](int64_t id) {
-        if (const auto group = Groups::Instance().Remove(id)) group->Close();
-      },
-      release_gil);
 }
 
 }  // namespace

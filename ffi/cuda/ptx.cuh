@@ -19,6 +19,38 @@ __device__ __forceinline__ void FenceAcqRelSys() {
   asm volatile("fence.acq_rel.sys;" : : : "memory");
 }
 
+// Adds to a counter in shared memory, after everything that this thread has done or has seen.
+__device__ __forceinline__ void AddReleaseCta(uint32_t* shared, uint32_t value) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;"
+               :
+               : "r"(address), "r"(value)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t LoadAcquireCta(const uint32_t* shared) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// A barrier of the first `threads` threads that also tells whether `predicate` held for all.
+__device__ __forceinline__ bool BarrierAnd(int barrier, int threads, bool predicate) {
+  uint32_t all;
+  asm volatile(
+      "{\n"
+      " .reg .pred in, out;\n"
+      " setp.ne.u32 in, %3, 0;\n"
+      " barrier.cta.red.and.pred out, %1, %2, in;\n"
+      " selp.u32 %0, 1, 0, out;\n"
+      "}"
+      : "=r"(all)
+      : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(predicate))
+      : "memory");
+  return all != 0;
+}
+
 // Mailbox loads: relaxed, so that neither the non-coherent path nor an old L1 line serves them.
 __device__ __forceinline__ uint4 LoadRelaxedSys(const uint4* address) {
   uint4 v;
