@@ -6,10 +6,10 @@ import pkgutil
 # only where they were installed: look in both.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
-from jax_pcie._ffi import PcieError  # noqa: E402
-from jax_pcie.collectives import all_reduce  # noqa: E402
-from jax_pcie.group import PeerGroup, Plan  # noqa: E402
-from jax_pcie.wire import MODES, Codec, Topology, WireMode  # noqa: E402
+from jax_pcie._ffi import PcieError
+from jax_pcie.collectives import all_reduce
+from jax_pcie.group import PeerGroup, Plan
+from jax_pcie.wire import MODES, Codec, Topology, WireMode
 
 __all__ = [
     "MODES",

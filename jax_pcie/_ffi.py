@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.mlir import ir
 
 from jax_pcie.wire import Codec
 
@@ -132,6 +133,29 @@ def lowering_mesh(ctx: Any) -> Any:  # noqa: ANN401
     """
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     return mesh if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def lower_in_order(target: str, ctx: Any, x: Any, **attributes: Any) -> list[Any]:  # noqa: ANN401
+    """`jax.ffi.ffi_lowering` of ``x -> y``, after the block's last call of this kind.
+
+    Under ``--xla_gpu_command_buffer_scheduling_mode=CONCURRENT`` XLA runs calls without
+    a data dependency at once, in an order of each GPU's own. Ours wait for each other
+    across GPUs, with all of a GPU's SMs, and would never meet. So each call also writes
+    a token of four bytes, which the next one takes as an operand and does not read.
+    """
+    token = jax.core.ShapedArray((1,), np.int32)
+    after = [
+        operation.results[1]
+        for operation in ir.InsertionPoint.current.block.operations
+        if operation.operation.name == "stablehlo.custom_call"
+        and ir.StringAttr(operation.attributes["call_target_name"]).value == target
+    ][-1:]
+    ctx = ctx.replace(
+        avals_in=[*ctx.avals_in, *(token for _ in after)],
+        avals_out=[*ctx.avals_out, token],
+    )
+    y, _ = jax.ffi.ffi_lowering(target)(ctx, x, *after, **attributes)
+    return [y]
 
 
 # --- The codecs on their own.

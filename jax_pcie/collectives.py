@@ -6,6 +6,8 @@ transpose. The codec is passed straight through by gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -116,6 +118,7 @@ def _all_reduce_abstract(
 
 
 def _all_reduce_lowering(
+    lower: Callable[..., Any],
     ctx: Any,  # noqa: ANN401
     x: Any,  # noqa: ANN401
     *,
@@ -135,8 +138,7 @@ def _all_reduce_lowering(
         return [
             x
         ]  # (compilers trip over empty operands, and XLA's psum over NaN payloads)
-    rule = jax.ffi.ffi_lowering("jax_pcie.all_reduce")
-    return rule(
+    return lower(
         ctx,
         x,
         group=np.int64(group.id),
@@ -145,8 +147,16 @@ def _all_reduce_lowering(
     )
 
 
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(all_reduce_p, _all_reduce_lowering, platform=_platform)
+for _platform, _lower in (
+    ("cpu", jax.ffi.ffi_lowering("jax_pcie.all_reduce")),
+    ("cuda", partial(_ffi.lower_in_order, "jax_pcie.all_reduce")),
+):
+    mlir.register_lowering(
+        all_reduce_p,
+        partial(_all_reduce_lowering, _lower),
+        platform=_platform,
+        cacheable=False,  # a shared function would take calls out of their order
+    )
 
 
 def _all_reduce_batching(

@@ -35,8 +35,10 @@ ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary at
   });
 }
 
-ffi::Error AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t group_id,
-                     CodecId codec, TopologyId topology, CallSite* call_site, int32_t device,
+// Tokens only put calls of one program into an order (`lower_in_order` in `_ffi.py`).
+ffi::Error AllReduce(ffi::AnyBuffer x, ffi::RemainingArgs /*token*/, ffi::Result<ffi::AnyBuffer> y,
+                     ffi::RemainingRets /*token*/, int64_t group_id, CodecId codec,
+                     TopologyId topology, CallSite* call_site, int32_t device,
                      cudaStream_t stream) {
   return Guard([&] {
     const auto group = Groups::Instance().Find(group_id);
@@ -60,7 +62,9 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()  // x
+                           .RemainingArgs()
                            .Ret<ffi::AnyBuffer>()  // y
+                           .RemainingRets()
                            .Attr<int64_t>("group")
                            .Attr<CodecId>("codec")
                            .Attr<TopologyId>("topology")
