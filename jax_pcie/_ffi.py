@@ -28,7 +28,7 @@ class PcieError(RuntimeError):
     __module__ = "jax_pcie"
 
 
-def _runtime_ffi_minor() -> int:
+def runtime_ffi_minor() -> int:
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     return int(re.search(r"XLA_FFI_API_MINOR (\d+)", header.read_text())[1])
 
@@ -49,7 +49,7 @@ def require_ffi_minor(built_with: int, runtime: int) -> None:
 
 def _load(name: str) -> ModuleType:
     module = importlib.import_module(f"jax_pcie.{name}")
-    require_ffi_minor(module.ffi_api_minor, _runtime_ffi_minor())
+    require_ffi_minor(module.ffi_api_minor, runtime_ffi_minor())
     module.set_error_type(PcieError)
     return module
 

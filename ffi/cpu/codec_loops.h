@@ -19,29 +19,31 @@ typename Codec::Scale* ScalesOf(std::byte* record, int64_t values) {
   return reinterpret_cast<typename Codec::Scale*>(record + layout.scales_offset);
 }
 
+// |bits|, signed because that is the integer maximum which every vector unit has.
+inline int32_t Magnitude(float v) { return static_cast<int32_t>(BitsOf(v) & kAbsMask); }
+
 // `count` values (at most a block) -> payload; returns the scale. Values whose |bits| reach
 // `overflow_bits` count as non-finite.
 template <Limited Codec>
 typename Codec::Scale EncodeBlock(const float* values, int count, uint32_t overflow_bits,
                                   uint8_t* payload) {
-  uint32_t amax_bits = 0;
-  for (int i = 0; i < count; ++i) amax_bits = std::max(amax_bits, BitsOf(values[i]) & kAbsMask);
-  if (amax_bits < overflow_bits) [[likely]] {
-    const auto scale = Codec::MakeScale(FloatOf(amax_bits));
+  const auto limit = static_cast<int32_t>(overflow_bits);
+  int32_t amax = 0;
+  for (int i = 0; i < count; ++i) amax = std::max(amax, Magnitude(values[i]));
+  if (amax < limit) [[likely]] {
+    const auto scale = Codec::MakeScale(FloatOf(amax));
     const float inverse = Codec::Inverse(scale);
     for (int i = 0; i < count; ++i) payload[i] = Codec::Encode(values[i], inverse);
     return scale;
   }
-  amax_bits = 0;
+  amax = 0;
   for (int i = 0; i < count; ++i) {
-    const uint32_t magnitude = BitsOf(values[i]) & kAbsMask;
-    if (magnitude < overflow_bits) amax_bits = std::max(amax_bits, magnitude);
+    if (Magnitude(values[i]) < limit) amax = std::max(amax, Magnitude(values[i]));
   }
-  const auto scale = Codec::MakeScale(FloatOf(amax_bits));
+  const auto scale = Codec::MakeScale(FloatOf(amax));
   const float inverse = Codec::Inverse(scale);
   for (int i = 0; i < count; ++i) {
-    const bool finite = (BitsOf(values[i]) & kAbsMask) < overflow_bits;
-    payload[i] = finite ? Codec::Encode(values[i], inverse) : Codec::kNan;
+    payload[i] = Magnitude(values[i]) < limit ? Codec::Encode(values[i], inverse) : Codec::kNan;
   }
   return scale;
 }

@@ -36,14 +36,15 @@ struct Call {
   Element* y;
   int64_t count;         // elements
   int64_t shard_values;  // per shard; the last shards may have fewer or none
-  int64_t piece_values;  // per piece of every shard, whole units
+  int piece_values;      // per piece of every shard, whole units
+  int num_pieces;        // of every shard
   uint32_t call_site;
 };
 
 // Where one piece of a channel lies, in the shards and in the mailboxes.
 struct Piece {
   int64_t begin;  // within every shard
-  int64_t tick;
+  uint32_t tick;  // the low bits, which are what flags carry
   int slot;
 };
 
@@ -199,8 +200,8 @@ class FusedBackend {
 
   __device__ Span SpanOf(int shard) const {
     const int64_t begin = shard * call_.shard_values + piece_.begin;
-    const int64_t values =
-        min(min(call_.piece_values, call_.shard_values - piece_.begin), call_.count - begin);
+    const int64_t values = min(min(int64_t{call_.piece_values}, call_.shard_values - piece_.begin),
+                               call_.count - begin);
     return {begin, static_cast<int>(max(values, int64_t{0}))};
   }
 
@@ -390,9 +391,9 @@ __device__ uint64_t ClaimTick(const Channel<kRegion>& channel) {
 
 // What a failed call leaves of a channel's part of the output, by the worker warps.
 template <class Element, class PieceAt>
-__device__ void FillWithNan(const Call<Element>& call, int world_size, int64_t num_pieces,
+__device__ void FillWithNan(const Call<Element>& call, int world_size, int num_pieces,
                             const PieceAt& piece) {
-  for (int64_t i = 0; i < num_pieces; ++i) {
+  for (int i = 0; i < num_pieces; ++i) {
     for (int shard = 0; shard < world_size; ++shard) {
       const int64_t shard_begin = shard * call.shard_values;
       const int64_t begin = shard_begin + piece(i).begin;
@@ -420,7 +421,7 @@ struct HandOver {
   // Waits until all worker warps arrived `iterations` times; returns whether all waits succeeded.
   // The sum of arrivals says so because no warp can be two ahead: between the arrivals of two
   // iterations that send lies a step with a Wait, and that is a barrier of all worker warps.
-  __device__ bool AwaitWorkers(int64_t iterations) const {
+  __device__ bool AwaitWorkers(int iterations) const {
     const auto want = static_cast<uint32_t>(iterations * kWorkerWarps);
     while (static_cast<int32_t>(ptx::LoadAcquireCta(&arrivals) - want) < 0) {
     }
@@ -437,10 +438,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int n = group.world_size;
   const int num_steps = Topology::NumSteps(n);
   const int num_slots = NumSlots(kRegion, n);
-  const int64_t all_pieces = (call.shard_values + call.piece_values - 1) / call.piece_values;
-  const int64_t num_pieces = (all_pieces - channel.index + gridDim.x - 1) / gridDim.x;
-  const int64_t num_iterations = num_pieces + num_steps - 1;
-  const int64_t num_sending = num_iterations - 1;  // the last step sends nothing
+  const int num_ctas = static_cast<int>(gridDim.x);
+  const int num_pieces = (call.num_pieces - channel.index + num_ctas - 1) / num_ctas;
+  const int num_iterations = num_pieces + num_steps - 1;
+  const int num_sending = num_iterations - 1;  // the last step sends nothing
 
   __shared__ HandOver hand_over;
   if (threadIdx.x == 0) {
@@ -449,13 +450,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const uint64_t first_tick = hand_over.first_tick;
 
-  const auto piece = [&](int64_t i) {
-    return Piece{(channel.index + i * gridDim.x) * call.piece_values,
-                 static_cast<int64_t>(first_tick + i),
-                 static_cast<int>((first_tick + i) % num_slots)};
+  const int first_slot = static_cast<int>(first_tick % num_slots);
+  const auto piece = [&](int i) {
+    return Piece{(channel.index + int64_t{i} * num_ctas) * call.piece_values,
+                 static_cast<uint32_t>(first_tick) + i, (first_slot + i) % num_slots};
   };
   // Steps [first, last) of iteration t, in the reading of `verbs`.
-  const auto for_steps = [&](int64_t t, int first, int last, auto& verbs) {
+  const auto for_steps = [&](int t, int first, int last, auto& verbs) {
     for (int s = first; s < last; ++s) {
       if (t - s < 0 || t - s >= num_pieces) continue;
       verbs.Enter(piece(t - s));
@@ -465,7 +466,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x >= kWorkerThreads) {
     Signals<kRegion> signals(channel, call.call_site);
-    for (int64_t t = 0; threadIdx.x == kWorkerThreads && t < num_sending; ++t) {
+    for (int t = 0; threadIdx.x == kWorkerThreads && t < num_sending; ++t) {
       if (!hand_over.AwaitWorkers(t + 1)) break;
       ptx::FenceAcqRelSys();  // pairs with the acquire in Poll
       for_steps(t, 0, num_steps - 1, signals);
@@ -473,7 +474,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     FusedBackend<Element, kRegion> backend(channel, call);
     if (first_tick == kBusyTick) backend.Abandon();
-    for (int64_t t = 0; t < num_iterations; ++t) {
+    for (int t = 0; t < num_iterations; ++t) {
       for_steps(t, 0, num_steps - 1, backend);
       if (t < num_sending) hand_over.Arrive(backend.ok());
       if (!backend.ok()) break;

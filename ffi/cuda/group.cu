@@ -81,9 +81,9 @@ std::byte* AllocateSlab(const SlabLayout& layout, uint64_t first_generation) {
       std::memcpy(head.data() + begin + i * kFlagStride, &word, sizeof word);
     }
   };
-  fill(layout.flags[0], layout.ticks[0] / kFlagStride, FlagWord(first_generation - 1, 0));
-  fill(layout.flags[1], (layout.ticks[1] - layout.flags[1]) / kFlagStride,
-       FlagWord(first_generation - 1, 0));
+  const uint64_t before_first = FlagWord(static_cast<uint32_t>(first_generation - 1), 0);
+  fill(layout.flags[0], layout.ticks[0] / kFlagStride, before_first);
+  fill(layout.flags[1], (layout.ticks[1] - layout.flags[1]) / kFlagStride, before_first);
   for (const int64_t ticks : layout.ticks) fill(ticks, layout.num_channels, first_generation);
   fill(layout.failed, 1, 0);
   CheckCuda(cudaMemcpy(slab, head.data(), head.size(), cudaMemcpyHostToDevice), "cudaMemcpy");

@@ -45,8 +45,8 @@ static_assert(std::is_trivially_copyable_v<GroupView>);
 
 // A flag says which call's record lies in its slot. The tick counts pieces, the call site keeps two
 // different calls from ever being summed with each other.
-HD constexpr uint64_t FlagWord(uint64_t tick, uint32_t call_site) {
-  return uint64_t{call_site} << 32 | (tick & 0xffffffffu);
+HD constexpr uint64_t FlagWord(uint32_t tick, uint32_t call_site) {
+  return uint64_t{call_site} << 32 | tick;
 }
 HD constexpr uint32_t TickOf(uint64_t flag) { return static_cast<uint32_t>(flag); }
 

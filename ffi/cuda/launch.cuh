@@ -21,6 +21,7 @@ struct Grid {
     const int64_t piece_values =
         std::clamp<int64_t>(even, kUnitValues, MaxPieceValues<Topology>(layout.slot_bytes));
     const int64_t num_pieces = (shard_values + piece_values - 1) / piece_values;
+    Require(num_pieces <= INT32_MAX, count, " elements are more than one call can sum");
     return {shard_values, piece_values, num_pieces,
             std::min<int64_t>(num_pieces, layout.num_channels)};
   }
@@ -69,7 +70,8 @@ void LaunchAllReduce(const GroupView& group, const AllReduceLaunch& launch, cuda
                              static_cast<Element*>(launch.y),
                              launch.count,
                              grid.shard_values,
-                             grid.piece_values,
+                             static_cast<int>(grid.piece_values),
+                             static_cast<int>(grid.num_pieces),
                              launch.call_site};
     AllReduceKernel<Topology, Element>
         <<<static_cast<unsigned>(grid.num_ctas), kThreads, 0, stream>>>(group, call);
