@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import dispatch  # see lower_for_each_device_order
+from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 
 from jax_pcie.wire import Codec
@@ -125,23 +127,43 @@ def checks_varying_axes(axis: str) -> bool:
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 
-def lowering_mesh(ctx: Any) -> Any:  # noqa: ANN401
-    """The mesh of the `shard_map` that is being lowered, or None.
+def lower_for_each_device_order(primitive: Primitive) -> None:
+    """Makes JAX lower `primitive` anew for every device assignment.
 
-    `ctx.module_context` is not public; there is no public way from a lowering rule to
-    the devices. Without a concrete mesh the handler's own check of its device remains.
+    JAX caches lowered programs by abstract mesh, which has no devices: a program that
+    was lowered for one mesh would be used for another of the same shape, and sum over
+    the wrong devices. There is no public way to say so in JAX 0.10.2 to 0.12.
     """
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    return mesh if isinstance(mesh, jax.sharding.Mesh) else None
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lowering_mesh(ctx: Any) -> jax.sharding.Mesh:  # noqa: ANN401
+    """The mesh, with its devices, of the `shard_map` that is being lowered.
+
+    `ctx.module_context` is not public; a lowering rule has no public way to devices.
+    """
+    module = ctx.module_context
+    mesh = getattr(module.axis_context, "mesh", None)
+    exported = module.lowering_parameters.for_export
+    if exported or not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(
+            "a peer group belongs to devices, and here is a program without them (an "
+            "export, an abstract mesh, or a shard_map within another): pass one "
+            "shard_map the mesh that the group was made for"
+        )
+    return mesh
 
 
 def lower_in_order(target: str, ctx: Any, x: Any, **attributes: Any) -> list[Any]:  # noqa: ANN401
     """`jax.ffi.ffi_lowering` of ``x -> y``, after the block's last call of this kind.
 
-    Under ``--xla_gpu_command_buffer_scheduling_mode=CONCURRENT`` XLA runs calls without
-    a data dependency at once, in an order of each GPU's own. Ours wait for each other
-    across GPUs, with all of a GPU's SMs, and would never meet. So each call also writes
-    a token of four bytes, which the next one takes as an operand and does not read.
+    Under ``--xla_gpu_command_buffer_scheduling_mode=CONCURRENT`` (not the default) XLA
+    runs calls without a data dependency at once, in an order of each GPU's own. Ours
+    wait for each other across GPUs, with all of a GPU's SMs, and would never meet. So
+    each call also writes a token of four bytes, which the next one takes as an operand
+    and does not read. Functions that JAX lowers apart (`jax.checkpoint`, `custom_jvp`,
+    an inner `jit`) have an order within, and none among each other: there such calls
+    end as an error, never as a wrong sum, because every flag carries its call site.
     """
     token = jax.core.ShapedArray((1,), np.int32)
     after = [
@@ -154,8 +176,7 @@ def lower_in_order(target: str, ctx: Any, x: Any, **attributes: Any) -> list[Any
         avals_in=[*ctx.avals_in, *(token for _ in after)],
         avals_out=[*ctx.avals_out, token],
     )
-    y, _ = jax.ffi.ffi_lowering(target)(ctx, x, *after, **attributes)
-    return [y]
+    return list(jax.ffi.ffi_lowering(target)(ctx, x, *after, **attributes))[:1]
 
 
 # --- The codecs on their own.

@@ -67,6 +67,7 @@ def all_reduce(
     grad_mode = mode if grad_wire is None else WireMode.parse(grad_wire)
     group.require_usable()
     _require_manual_axis(group, "all_reduce")
+    group.in_use = True
     return jax.tree.map(lambda leaf: _all_reduce(leaf, group, mode, grad_mode), x)
 
 
@@ -118,6 +119,7 @@ def _all_reduce_abstract(
 
 
 def _all_reduce_lowering(
+    platform: str,
     lower: Callable[..., Any],
     ctx: Any,  # noqa: ANN401
     x: Any,  # noqa: ANN401
@@ -128,22 +130,29 @@ def _all_reduce_lowering(
 ) -> Any:  # noqa: ANN401
     group.require_usable()
     mesh = _ffi.lowering_mesh(ctx)
-    if mesh is not None and not same_slices(group, mesh):
+    if not same_slices(group, mesh):
         raise ValueError(
             f"all_reduce: this shard_map's mesh {mesh} puts other devices, or the same "
             f"ones in another order, along axis {group.axis!r} than {group!r} has; use "
             "the mesh that the group was made for"
         )
+    if group.platform != platform:
+        raise ValueError(
+            f"all_reduce: {group!r} is made of {group.platform} devices and cannot be "
+            f"part of a program for {platform}"
+        )
     if group.world_size == 1 or ctx.avals_in[0].size == 0:
         return [
             x
         ]  # (compilers trip over empty operands, and XLA's psum over NaN payloads)
-    return lower(
-        ctx,
-        x,
-        group=np.int64(group.id),
-        codec=np.int32(mode.codec),
-        topology=np.int32(mode.topology),
+    return list(
+        lower(
+            ctx,
+            x,
+            group=np.int64(group.id),
+            codec=np.int32(mode.codec),
+            topology=np.int32(mode.topology),
+        )
     )
 
 
@@ -153,20 +162,31 @@ for _platform, _lower in (
 ):
     mlir.register_lowering(
         all_reduce_p,
-        partial(_all_reduce_lowering, _lower),
+        partial(_all_reduce_lowering, _platform, _lower),
         platform=_platform,
         cacheable=False,  # a shared function would take calls out of their order
     )
+_ffi.lower_for_each_device_order(all_reduce_p)
 
 
 def _all_reduce_batching(
-    args: tuple[Array], dims: tuple[int], **params: object
+    axis: Any,  # noqa: ANN401
+    args: tuple[Array],
+    dims: tuple[int],
+    *,
+    group: PeerGroup,
+    **params: object,
 ) -> tuple[Array, int]:
+    if axis.name == group.axis:
+        raise ValueError(
+            f"all_reduce: this vmap calls its axis {group.axis!r}, as the group's mesh "
+            "axis is called; give it another name"
+        )
     # The batch is part of the payload: one message instead of many.
-    return all_reduce_p.bind(*args, **params), dims[0]
+    return all_reduce_p.bind(*args, group=group, **params), dims[0]
 
 
-batching.primitive_batchers[all_reduce_p] = _all_reduce_batching
+batching.fancy_primitive_batchers[all_reduce_p] = _all_reduce_batching
 
 
 def _all_reduce_transpose(

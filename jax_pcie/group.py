@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,8 @@ from jax_pcie._ffi import PcieError
 from jax_pcie.wire import Codec, Topology, WireMode
 
 MAX_WORLD_SIZE = 16  # ranks that peers serve; larger groups go to `lax`
+_MAX_TIMEOUT_S = 86_400
+_DRAIN_GRACE_S = 30.0  # beyond the timeout, for programs that compute as well
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -99,8 +102,11 @@ class PeerGroup:
             wire = os.environ.get("JAX_PCIE_WIRE")
         if timeout_s is None:
             timeout_s = _float_from("JAX_PCIE_TIMEOUT_S", 30.0)
-        if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
+        if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s must be positive and at most {_MAX_TIMEOUT_S} (a day), "
+                f"not {timeout_s}"
+            )
         if max_bytes < 1 << 16:
             raise ValueError(f"max_bytes must be at least 65536, not {max_bytes}")
 
@@ -115,6 +121,7 @@ class PeerGroup:
         self.platform = _ffi.platform_of(self.slices[0, 0])
         self._native: Any = None
         self.id = -1  # what compiled programs carry; never used twice
+        self.in_use = False  # whether a program has been traced with it
         if self.uses_peers:
             self._open(_first_generation)
         self._closed = False
@@ -148,15 +155,45 @@ class PeerGroup:
     def close(self) -> None:
         """Ends the group and frees its mailboxes; closing twice is harmless.
 
+        Waits for the programs that run on the group's devices.
+
         Raises:
-            PcieError: the group was made in another process (before a fork).
+            PcieError: the group was made in another process (before a fork), or its
+                devices are still busy after the timeout (as they are when a program
+                that uses the group calls this).
         """
         if self._closed:
             return
         self._require_own_process()
-        self._closed = True
         if self._native is not None:
+            if self.in_use:
+                self._drain()
             self._native.close_group(self.id)
+        self._closed = True
+
+    def _drain(self) -> None:
+        """Waits until the devices have run everything that was dispatched to them."""
+        spec = jax.sharding.PartitionSpec(self.mesh.axis_names)
+
+        def run_after_all_others() -> None:
+            # A program of all devices; devices run theirs in the order of dispatch.
+            body = jax.shard_map(
+                lambda x: x + 1, mesh=self.mesh, in_specs=spec, out_specs=spec
+            )
+            sharding = jax.sharding.NamedSharding(self.mesh, spec)
+            zeros = jax.device_put(np.zeros(self.mesh.size, np.float32), sharding)
+            jax.block_until_ready(jax.jit(body)(zeros))
+
+        # On a thread of its own, because a wait without an end would be a hang.
+        thread = threading.Thread(target=run_after_all_others, daemon=True)
+        thread.start()
+        thread.join(self.timeout_s + _DRAIN_GRACE_S)
+        if thread.is_alive():
+            raise PcieError(
+                f"{self!r} cannot be closed: programs still run on its devices after "
+                f"{self.timeout_s + _DRAIN_GRACE_S:g} s (a program cannot close the "
+                "group that it uses)"
+            )
 
     def __enter__(self) -> PeerGroup:
         self.require_usable()

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "../plan.h"
+#include "../slab.h"
 #include "codec_loops.h"
 #include "float_environment.h"
 #include "group.h"
@@ -154,6 +155,7 @@ NB_MODULE(_cpu, m) {
         {CodecId(codec), TopologyId(topology), std::move(dtype), count},
         [&]<class Element, class Topology>() { return WireBytes<Topology>(n, count); });
   });
+  m.def("num_slots", [](int region, int n) { return NumSlots(Region(region), n); });
   m.def("codec_encode", &EncodeForTests);
   m.def("codec_decode", &DecodeForTests);
 }

@@ -1,5 +1,6 @@
 #include "rendezvous.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -21,6 +22,13 @@ void CompletionThreads::Stop() {
   for (std::thread& thread : threads_) {
     if (thread.joinable()) thread.join();
   }
+}
+
+bool CompletionThreads::RunsOnThisThread() const {
+  const auto is_this = [](const std::thread& t) {
+    return t.get_id() == std::this_thread::get_id();
+  };
+  return std::any_of(threads_.begin(), threads_.end(), is_this);
 }
 
 void CompletionThreads::Push(std::vector<std::pair<int, std::function<void()>>> callbacks) {
@@ -53,6 +61,7 @@ Rendezvous::Rendezvous(std::string name, int num_slices, int world_size, double 
       watchdog_([this] { Watch(); }) {}
 
 void Rendezvous::Close() {
+  Require(!completion_.RunsOnThisThread(), name_, " cannot be closed by a program that uses it");
   Break(Concat(name_, " is closed"));
   {
     std::unique_lock lock(mutex_);
@@ -66,8 +75,8 @@ void Rendezvous::Close() {
 
 void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape shape,
                         const Work& work, OnDone done) {
+  std::optional<std::string> mismatch;
   Round complete;
-  std::optional<std::string> error;
   {
     std::lock_guard lock(mutex_);
     if (broken_) throw Error(*broken_);
@@ -80,32 +89,42 @@ void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape 
       wake_watchdog_.notify_one();
     }
     if (!(round.shape == shape) || round.done[rank]) {
-      error = Concat(name_, ": rank ", rank, " brought ", shape.count,
-                     " values to a call that others made with ", round.shape.count,
-                     ", or came twice: all ranks must run the same program");
-      broken_ = error;
+      mismatch = Concat(name_, ": rank ", rank, " brought ", shape.count,
+                        " values to a call that others made with ", round.shape.count,
+                        ", or came twice: all ranks must run the same program");
+    } else {
+      round.buffers[rank] = buffers;
+      round.done[rank] = [done = std::move(done), control = FloatControl::OfThisThread()](
+                             const std::optional<std::string>& failure) {
+        const FloatScope as_where_it_came_from(control);
+        done(failure);
+      };
+      if (++round.arrived < world_size_) return;
+      complete = std::move(round);
+      rounds_.erase(key);
+      ++running_;
     }
-    round.buffers[rank] = buffers;
-    round.done[rank] = [done = std::move(done), control = FloatControl::OfThisThread()](
-                           const std::optional<std::string>& failure) {
-      const FloatScope as_where_it_came_from(control);
-      done(failure);
-    };
-    ++round.arrived;
-    if (round.arrived < world_size_ && !error) return;
-    complete = std::move(round);
-    rounds_.erase(key);
-    ++running_;
   }
-  if (!error) {
+  if (mismatch) {
+    Break(*mismatch);
+    throw Error(*mismatch);
+  }
+  Run(key, std::move(complete), work);
+}
+
+void Rendezvous::Run(const RoundKey& key, Round round, const Work& work) {
+  std::optional<std::string> error;
+  {
     const FloatScope keep_subnormals(FloatControl::Standard());
     try {
-      work(complete.buffers);
+      work(round.buffers);
     } catch (const std::exception& failure) {
       error = failure.what();
+    } catch (...) {
+      error = Concat(name_, ": the work of a round failed");
     }
   }
-  Finish(key, std::move(complete), error);
+  Finish(key, std::move(round), error);
   std::lock_guard lock(mutex_);
   if (--running_ == 0) idle_.notify_all();
 }

@@ -49,7 +49,8 @@ class CompletionThreads {
   explicit CompletionThreads(int num_threads);
   ~CompletionThreads() { Stop(); }
 
-  void Stop();  // runs what was pushed, then joins; must not be called on one of these threads
+  void Stop();  // runs what was pushed, then joins; not on one of these threads
+  bool RunsOnThisThread() const;
 
   // Pushes one callback for each named thread under one lock, so that rounds never interleave.
   void Push(std::vector<std::pair<int, std::function<void()>>> callbacks);
@@ -78,7 +79,8 @@ class Rendezvous {
   // Fails every round that has begun, and all calls from now on, with `reason`.
   void Break(const std::string& reason);
 
-  // Fails what has begun, waits for work that runs now, and ends the threads.
+  // Fails what has begun, waits for work that runs now, and ends the threads. Throws on a thread
+  // that a program of the group runs on: it would wait for itself.
   void Close();
 
   // The first failure, if there was one.
@@ -95,6 +97,7 @@ class Rendezvous {
   };
 
   void Watch();
+  void Run(const RoundKey& key, Round round, const Work& work);
   void Finish(const RoundKey& key, Round round, const std::optional<std::string>& error);
   std::string Overdue(const Round& round) const;
 

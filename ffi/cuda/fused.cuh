@@ -381,7 +381,10 @@ __device__ uint64_t ClaimTick(const Channel<kRegion>& channel) {
   auto* const counter = reinterpret_cast<unsigned long long*>(channel.Tick());
   while (true) {
     const uint64_t tick = atomicExch(counter, kBusyTick);
-    if (tick != kBusyTick) return tick;
+    if (tick != kBusyTick) {
+      __threadfence();  // pairs with the one before the tick is given back
+      return tick;
+    }
     if (deadline.Passed()) {
       channel.Fail(FailureKind::kBusy, /*lane=*/0, 0, 0);
       return kBusyTick;

@@ -68,12 +68,17 @@ void ProbePair(int writer, const GroupView& writer_view, int reader, const Group
   }
 }
 
-std::byte* AllocateSlab(const SlabLayout& layout, uint64_t first_generation) {
+std::byte* AllocateSlab(const SlabLayout& layout) {
   void* slab = nullptr;
   const std::string hint =
       Concat(layout.total_bytes, " bytes asked for. XLA takes most of the memory when it starts: ",
              "lower XLA_PYTHON_CLIENT_MEM_FRACTION or the group's max_bytes");
   CheckCuda(cudaMalloc(&slab, layout.total_bytes), "cudaMalloc", hint.c_str());
+  return static_cast<std::byte*>(slab);
+}
+
+// Before any peer learns the address: what kernels expect to find.
+void InitialiseSlab(std::byte* slab, const SlabLayout& layout, uint64_t first_generation) {
   // Flags begin one tick before the first, without a call site; ticks at the first.
   std::vector<std::byte> head(layout.mailboxes[0]);
   const auto fill = [&](int64_t begin, int64_t count, uint64_t word) {
@@ -88,7 +93,6 @@ std::byte* AllocateSlab(const SlabLayout& layout, uint64_t first_generation) {
   fill(layout.failed, 1, 0);
   CheckCuda(cudaMemcpy(slab, head.data(), head.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
   CheckCuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  return static_cast<std::byte*>(slab);
 }
 
 Failure* AllocateFailure() {
@@ -144,7 +148,8 @@ void Group::Open(const std::vector<int64_t>& devices, const GroupOptions& option
     view.world_size = n;
     views_.push_back(view);
     devices_.push_back(device);
-    views_.back().slabs[rank] = AllocateSlab(layout, options.first_generation);
+    views_.back().slabs[rank] = AllocateSlab(layout);
+    InitialiseSlab(views_.back().slabs[rank], layout, options.first_generation);
     views_.back().failure = AllocateFailure();
   }
   for (int rank = 0; rank < n; ++rank) {
@@ -164,19 +169,31 @@ void Group::Open(const std::vector<int64_t>& devices, const GroupOptions& option
 }
 
 std::optional<std::string> Group::Broken() const {
-  for (const GroupView& view : views_) {
-    const volatile Failure& shared = *view.failure;
-    if (shared.kind == FailureKind::kNone) continue;
+  const std::shared_lock lock(lifetime_);
+  const int n = members_.world_size();
+  const auto failed = [&](size_t index) {
+    return const_cast<const volatile Failure*>(views_[index].failure)->kind != FailureKind::kNone;
+  };
+  std::optional<size_t> first;
+  for (size_t i = 0; i < views_.size(); ++i) {
+    if (!failed(i)) continue;
     __sync_synchronize();  // the fields were written before `kind`
-    return Describe(*view.failure);
+    if (!first) first = i;
+    // Around a ring all wait for one another; the one to name is who did not even wait.
+    if (!failed(i / n * n + PeerOf(*views_[i].failure))) first = i;
   }
-  return std::nullopt;
+  if (!first) return std::nullopt;
+  return Describe(*views_[*first].failure);
+}
+
+int Group::PeerOf(const Failure& failure) const {
+  const int n = members_.world_size();
+  const int distance = failure.region == Region::kRing ? 1 : failure.lane % (n - 1) + 1;
+  return Mod(failure.rank - distance, n);
 }
 
 std::string Group::Describe(const Failure& failure) const {
-  const int n = members_.world_size();
-  const int distance = failure.region == Region::kRing ? 1 : failure.lane % (n - 1) + 1;
-  const int peer = Mod(failure.rank - distance, n);
+  const int peer = PeerOf(failure);
   const std::string where = Concat(members_.name(), ": rank ", failure.rank, ", channel ",
                                    failure.channel, ", lane ", failure.lane, ": ");
   const std::string words =
@@ -208,6 +225,7 @@ void Group::RequireUsable() const {
 }
 
 void Group::Close() {
+  const std::unique_lock lock(lifetime_);
   for (const int device : devices_) {
     const DeviceScope scope(device);
     cudaDeviceSynchronize();  // drain all before any slab goes

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,13 @@ class Group {
   explicit Group(const GroupOptions& options);
 
   const Membership& members() const { return members_; }
-  const GroupView& View(Member member) const {
-    return views_[member.slice * members_.world_size() + member.rank];
+
+  // Calls `body(view)` with what a member's kernels need; the group cannot close meanwhile.
+  template <class Body>
+  auto WithView(Member member, Body&& body) const {
+    const std::shared_lock lock(lifetime_);
+    Require(!views_.empty(), members_.name(), " is closed");
+    return body(views_[member.slice * members_.world_size() + member.rank]);
   }
 
   // The first failed wait of any rank, in words.
@@ -28,13 +34,15 @@ class Group {
 
   void RequireUsable() const;  // throws what `Broken` says, or that this is a forked child
 
-  // Waits for the devices, then frees everything. Programs must not run on the group any more.
+  // Waits for the devices, then frees everything. No program may be replaying a graph of the group.
   void Close();
 
  private:
+  int PeerOf(const Failure& failure) const;  // whom the failed wait was for
   void Open(const std::vector<int64_t>& devices, const GroupOptions& options);
   std::string Describe(const Failure& failure) const;
 
+  mutable std::shared_mutex lifetime_;  // shared by calls, exclusive to `Close`
   Membership members_;
   double timeout_s_;
   pid_t process_;

@@ -44,12 +44,13 @@ ffi::Error AllReduce(ffi::AnyBuffer x, ffi::RemainingArgs /*token*/, ffi::Result
     const auto group = Groups::Instance().Find(group_id);
     group->RequireUsable();
     const auto call = AllReduceCall::Checked(x, *y, codec, topology);
-    const GroupView& view = group->View(group->members().Find(device));
     const AllReduceLaunch launch{call.x,        call.y,
                                  call.count,    call.codec,
                                  call.topology, static_cast<uint32_t>(call_site->number)};
-    VisitElement(call.element,
-                 [&]<class Element>() { LaunchAllReduce<Element>(view, launch, stream); });
+    group->WithView(group->members().Find(device), [&](const GroupView& view) {
+      VisitElement(call.element,
+                   [&]<class Element>() { LaunchAllReduce<Element>(view, launch, stream); });
+    });
   });
 }
 
@@ -89,8 +90,10 @@ NB_MODULE(_cuda, m) {
   });
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
-    return VisitElementName(dtype, [&]<class Element>() {
-      return NumSegments<Element>(group->View({0, 0}), CodecId(codec), TopologyId(topology), count);
+    return group->WithView({0, 0}, [&](const GroupView& view) {
+      return VisitElementName(dtype, [&]<class Element>() {
+        return NumSegments<Element>(view, CodecId(codec), TopologyId(topology), count);
+      });
     });
   });
 }
