@@ -6,6 +6,7 @@ import pkgutil
 # only where they were installed: look in both.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+from jax_pcie import mxfp8
 from jax_pcie._ffi import PcieError
 from jax_pcie.collectives import all_reduce
 from jax_pcie.group import PeerGroup, Plan
@@ -20,4 +21,5 @@ __all__ = [
     "Topology",
     "WireMode",
     "all_reduce",
+    "mxfp8",
 ]

@@ -1,0 +1,146 @@
+"""Multiplies MXFP8 operands, and differentiates through the quantisation.
+
+Any platform can run this: one fp32 product of decoded operands. A platform's own kernel
+takes the place of `multiply`, below `straight_through`. The one surprise: groups whose
+decoded values leave fp32's normal range are added one by one, with the operands' scales
+combined first, so that 2^-127 times 2^127 is 1 although XLA:CPU flushes subnormals.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_pcie.mxfp8.format import (
+    GROUP,
+    NAN_SCALE,
+    TILE,
+    Operand,
+    payload,
+    power_of_two,
+    quantize,
+    scale_factor,
+    scaled,
+)
+
+# Scale bytes with which every E4M3 value, 2^-9 to 448, is a normal fp32 value.
+_MIN_NEAR_SCALE = 127 - 126 + 9
+_MAX_NEAR_SCALE = 127 + 127 - 8
+
+
+def _is_far(scales: Array) -> Array:
+    outside = (scales < _MIN_NEAR_SCALE) | (scales > _MAX_NEAR_SCALE)
+    return outside & (scales != NAN_SCALE)
+
+
+def _near(operand: Operand) -> Array:
+    factors = jnp.where(_is_far(operand.scales), 0, scale_factor(operand.scales))
+    return scaled(operand.values, factors)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """float32 [rows of a, rows of b]: sums over the columns of both."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+@partial(jax.jit, inline=True)
+def multiply(x: Operand, w: Operand) -> Array:
+    """float32 [M, N]: ``y[m, n] = sum_k decode(x)[m, k] * decode(w)[n, k]``.
+
+    Sums are fp32. A row depends on its own row of `x` only, and its bits on where the
+    operands came from not at all.
+    """
+    if 0 in (x.values.shape[0], w.values.shape[0]):
+        return jnp.zeros((x.values.shape[0], w.values.shape[0]), jnp.float32)
+    # What made the operands must not change how the product is compiled.
+    x, w = lax.optimization_barrier((x, w))
+    far_x, far_w = _is_far(x.scales), _is_far(w.scales)
+    is_far = jnp.any(far_x, axis=0) | jnp.any(far_w, axis=0)  # [groups]
+    (num_groups,) = is_far.shape
+    index = lax.iota(jnp.int32, num_groups)
+
+    def next_far_group(group: int | Array) -> Array:
+        return jnp.min(jnp.where(is_far & (index > group), index, num_groups))
+
+    def add_far_group(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        group, sums = carry
+
+        def column(groups: Array) -> Array:  # [rows, 1]
+            return lax.dynamic_slice_in_dim(groups, group, 1, axis=1)
+
+        def part(values: Array) -> Array:  # [rows, 32]
+            return payload(lax.dynamic_slice_in_dim(values, group * GROUP, GROUP, 1))
+
+        byte_x, byte_w = column(x.scales), column(w.scales)
+        exponent = byte_x.astype(jnp.int32) + byte_w.astype(jnp.int32).T - 254
+        half = exponent // 2
+        term = _dot(part(x.values), part(w.values))  # payloads: 2^-18 to 2^23
+        term = term * power_of_two(half) * power_of_two(exponent - half)
+        far = column(far_x) | column(far_w).T
+        return next_far_group(group), jnp.where(far, sums + term, sums)
+
+    # A loop of no steps rather than a branch: under `vmap` a branch runs both sides.
+    near = _dot(_near(x), _near(w))
+    _, sums = lax.while_loop(
+        lambda carry: carry[0] < num_groups, add_far_group, (next_far_group(-1), near)
+    )
+    return sums
+
+
+def quantize_rows(x: Array, scale_group: int) -> Operand:
+    return quantize(x, columns=scale_group)
+
+
+def quantize_weight(w: Array, scale_group: int) -> Operand:
+    return quantize(w, rows=TILE if scale_group == TILE else 1, columns=scale_group)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def straight_through(x: Array, w: Array | Operand, scale_group: int) -> Array:
+    """float32 [M, N] of raw `x` and a raw or packed weight.
+
+    The gradient takes quantisation for the identity: ``dx = g @ decode(w)``,
+    ``dw = g.T @ decode(x)``, with the decoded operands of the forward pass.
+    """
+    return _forward(x, w, scale_group)[0]
+
+
+def _forward(
+    x: Array, w: Array | Operand, scale_group: int
+) -> tuple[Array, tuple[Operand, Operand, Array, Array | None]]:
+    is_packed = isinstance(w, Operand)
+    rows = quantize_rows(x, scale_group)
+    columns = w if is_packed else quantize_weight(w, scale_group)
+    dtypes = x[:0], None if is_packed else w[:0]
+    return multiply(rows, columns), (rows, columns, *dtypes)
+
+
+def _backward(
+    scale_group: int,
+    saved: tuple[Operand, Operand, Array, Array | None],
+    cotangent: Array,
+) -> tuple[Array, Array | None]:
+    rows, columns, like_x, like_w = saved
+    dx = _dot(cotangent, _decode(columns).T).astype(like_x.dtype)
+    if like_w is None:
+        return dx, None
+    return dx, _dot(cotangent.T, _decode(rows).T).astype(like_w.dtype)
+
+
+def _decode(operand: Operand) -> Array:
+    """float32 [rows, K], a finite value clamped to the largest of fp32."""
+    decoded = scaled(operand.values, scale_factor(operand.scales))
+    largest = jnp.finfo(jnp.float32).max
+    return jnp.clip(decoded, -largest, largest)
+
+
+straight_through.defvjp(_forward, _backward)
