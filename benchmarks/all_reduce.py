@@ -1,6 +1,6 @@
 """`all_reduce` against `psum`: time, bus bandwidth, bytes on the wire, and the floor.
 
-    python benchmarks/all_reduce.py [--sizes 64K 64M 256M] [--modes i8_a2a ...]
+    python benchmarks/all_reduce.py [--sizes 64K 1M …] [--modes i8_a2a ...]
                                     [--receipt benchmarks/results/NAME.json]
 
 Times are per call inside a `fori_loop` whose body is one all-reduce and one elementwise
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jax_pcie
 
 Reduce = Callable[[Array], Array]
+LARGE_SIZES = [1 << 20, 8 << 20, 64 << 20, 256 << 20]  # bytes
 
 
 def _bytes(text: str) -> int:
@@ -94,12 +95,15 @@ def main() -> None:
     parser.add_argument("--link-gbps", type=float, default=367.0)
     parser.add_argument("--receipt", type=pathlib.Path)
     options = parser.parse_args()
-    sizes = options.sizes or [64 << 10, 64 << 20, 256 << 20]
-
-    mesh = jax.make_mesh(
-        (len(jax.devices()),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    n = mesh.shape["tp"]
+    n = len(jax.devices())
+    if n < 2:
+        parser.error(
+            "needs two devices; without GPUs, give the CPU two: "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=2"
+        )
+    on_cpu = jax.default_backend() == "cpu"
+    sizes = options.sizes or [64 << 10, *([1 << 20] if on_cpu else LARGE_SIZES)]
+    mesh = jax.make_mesh((n,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     facts = harness.facts()
     for key in ("gpus", "link", "commit", "versions"):
         print(f"# {key}: {facts[key]}")
