@@ -1,8 +1,9 @@
 """Runs the GPU tests with and without CUDA graphs, and leaves a receipt.
 
-    python benchmarks/gpu_tests.py --receipt benchmarks/results/NAME.json [PYTEST_ARG ...]
+    python benchmarks/gpu_tests.py --receipt benchmarks/results/NAME.json [ARGUMENTS]
 
-XLA reads its flags once a process, so each setting is a run of `pytest -m cuda`.
+ARGUMENTS are pytest's. XLA reads its flags once a process, so each setting is a run of
+`pytest -m cuda`.
 """
 
 from __future__ import annotations

@@ -67,6 +67,11 @@ struct Raw {
   static constexpr int kScaleBytesPerSpan = 0;  // per kSpanAlign values
 };
 
+// The fp32 scale that takes a block's largest value to the largest payload.
+HD float ScaleFor(float amax, float max_payload) {
+  return amax > 0.f ? Max(DivRn(amax, max_payload), kMinScale) : 1.f;
+}
+
 // Symmetric: value = payload * scale, payload in [-127, 127], scale = amax / 127.
 // Zero block: scale 1. Non-finite: payload -128, otherwise unused. Tiny blocks: scale 2^-126.
 struct Int8 {
@@ -78,9 +83,7 @@ struct Int8 {
   static constexpr float kMaxPayload = 127.f;
   static constexpr uint8_t kNan = 0x80;
 
-  HD static Scale MakeScale(float amax) {
-    return amax > 0.f ? Max(DivRn(amax, kMaxPayload), kMinScale) : 1.f;
-  }
+  HD static Scale MakeScale(float amax) { return ScaleFor(amax, kMaxPayload); }
   HD static float Inverse(Scale scale) { return DivRn(1.f, scale); }
   HD static float Value(Scale scale) { return scale; }
   HD static uint8_t Encode(float v, float inverse) {
@@ -106,9 +109,7 @@ struct E4m3 {
   static constexpr float kMaxPayload = kE4m3Max;
   static constexpr uint8_t kNan = kE4m3Nan;
 
-  HD static Scale MakeScale(float amax) {
-    return amax > 0.f ? Max(DivRn(amax, kMaxPayload), kMinScale) : 1.f;
-  }
+  HD static Scale MakeScale(float amax) { return ScaleFor(amax, kMaxPayload); }
   HD static float Inverse(Scale scale) { return DivRn(1.f, scale); }
   HD static float Value(Scale scale) { return scale; }
   HD static uint8_t Encode(float v, float inverse) { return E4m3FromFloat(MulRn(v, inverse)); }

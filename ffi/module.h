@@ -15,8 +15,7 @@ namespace jax_pcie {
 
 namespace nb = ::nanobind;
 
-template <class Handler>
-nb::capsule HandlerCapsule(Handler* handler) {
+inline nb::capsule HandlerCapsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
 }
 
@@ -27,6 +26,19 @@ inline nb::dict CallSiteRegistration() {
   registration["type_id"] = nb::capsule(reinterpret_cast<void*>(&CallSite::id));
   registration["type_info"] = nb::capsule(reinterpret_cast<void*>(&info));
   return registration;
+}
+
+// The all-reduce target as JAX registers it: a handler for each stage that the platform has.
+inline void DefineHandlers(nb::module_& m,
+                           std::vector<std::pair<const char*, XLA_FFI_Handler*>> stages) {
+  m.def("handlers", [stages = std::move(stages)] {
+    nb::dict by_stage;
+    for (const auto& [stage, handler] : stages) by_stage[stage] = HandlerCapsule(handler);
+    nb::dict targets;
+    targets["jax_pcie.all_reduce"] = by_stage;
+    return targets;
+  });
+  m.def("call_site_type", &CallSiteRegistration);
 }
 
 // Facts that `_ffi.py` compares before it registers anything.

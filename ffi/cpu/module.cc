@@ -132,15 +132,7 @@ NB_MODULE(_cpu, m) {
   DefineVersion(m);
   TranslateErrors(m);
   DefineGroupLifetime<Group>(m);
-  m.def("call_site_type", &CallSiteRegistration);
-  m.def("handlers", [] {
-    nb::dict stages;
-    stages["instantiate"] = HandlerCapsule(kInstantiate);
-    stages["execute"] = HandlerCapsule(kAllReduce);
-    nb::dict targets;
-    targets["jax_pcie.all_reduce"] = stages;
-    return targets;
-  });
+  DefineHandlers(m, {{"instantiate", kInstantiate}, {"execute", kAllReduce}});
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     const int n = group->members().world_size();

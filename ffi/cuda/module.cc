@@ -78,16 +78,8 @@ NB_MODULE(_cuda, m) {
   DefineVersion(m);
   TranslateErrors(m);
   DefineGroupLifetime<Group>(m);
-  m.def("call_site_type", &CallSiteRegistration);
-  m.def("handlers", [] {
-    nb::dict stages;
-    stages["instantiate"] = HandlerCapsule(kInstantiate);
-    stages["initialize"] = HandlerCapsule(kInitialize);
-    stages["execute"] = HandlerCapsule(kAllReduce);
-    nb::dict targets;
-    targets["jax_pcie.all_reduce"] = stages;
-    return targets;
-  });
+  DefineHandlers(
+      m, {{"instantiate", kInstantiate}, {"initialize", kInitialize}, {"execute", kAllReduce}});
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     return group->WithView({0, 0}, [&](const GroupView& view) {
