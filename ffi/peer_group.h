@@ -65,6 +65,13 @@ class Membership {
   std::map<int64_t, Member> members_;
 };
 
+// What every call on a group says once one of its waits has failed: its ranks no longer agree on
+// what comes next, so it cannot go on.
+inline std::string BrokenGroup(const std::string& first_failure) {
+  return Concat("the peer group is broken and must be made anew; its first failure: ",
+                first_failure);
+}
+
 template <class Group>
 class Registry {
  public:

@@ -18,7 +18,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_pcie import _ffi
-from jax_pcie.group import MAX_WORLD_SIZE, PeerGroup, check_dtype, same_slices
+from jax_pcie.group import (
+    MAX_WORLD_SIZE,
+    PeerGroup,
+    check_dtype,
+    device_ids,
+    same_slices,
+)
 from jax_pcie.wire import WireMode
 
 Tree = TypeVar("Tree")
@@ -53,9 +59,10 @@ def all_reduce(
     Raises:
         TypeError: `x` has another dtype.
         ValueError: `wire` is not a mode, or this is not a `shard_map` over the group's
-            mesh (all at trace time).
+            axis (at trace time) or over its devices (when the program is lowered).
         PcieError: the group is closed. A peer that does not answer within
-            ``group.timeout_s`` fails the program; ``group.check()`` says why.
+            ``group.timeout_s`` fails the program and the group; ``group.check()`` says
+            why.
 
     Source: ring all-reduce, Patarasuk and Yuan 2009.
 
@@ -63,6 +70,8 @@ def all_reduce(
         >>> f = jax.shard_map(lambda x, w: all_reduce(x @ w, group, wire="mx_ring"),
         ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp", None)), out_specs=P())
     """
+    if not isinstance(group, PeerGroup):
+        raise TypeError(f"group must be a PeerGroup, not {group!r}")
     mode = group.resolve_wire(wire)
     grad_mode = mode if grad_wire is None else WireMode.parse(grad_wire)
     group.require_usable()
@@ -132,9 +141,9 @@ def _all_reduce_lowering(
     mesh = _ffi.lowering_mesh(ctx)
     if not same_slices(group, mesh):
         raise ValueError(
-            f"all_reduce: this shard_map's mesh {mesh} puts other devices, or the same "
-            f"ones in another order, along axis {group.axis!r} than {group!r} has; use "
-            "the mesh that the group was made for"
+            "all_reduce: this shard_map puts other devices, or the same ones in another "
+            f"order, along axis {group.axis!r} than {group!r} has: its mesh has the "
+            f"device ids {device_ids(mesh)}, the group's {device_ids(group.mesh)}"
         )
     if group.platform != platform:
         raise ValueError(

@@ -11,20 +11,25 @@ import dataclasses
 import math
 import os
 import threading
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jax_pcie import _ffi
 from jax_pcie._ffi import PcieError
-from jax_pcie.wire import Codec, Topology, WireMode
+from jax_pcie.wire import OFF, Codec, Topology, WireMode
 
 MAX_WORLD_SIZE = 16  # ranks that peers serve; larger groups go to `lax`
 _MAX_TIMEOUT_S = 86_400
+_MIN_STAGING_BYTES = 1 << 16
 _DRAIN_GRACE_S = 30.0  # beyond the timeout, for programs that compute as well
 _DTYPES = ("bfloat16", "float16", "float32")
+
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Plan:
     Attributes:
         op: the operation.
         path: ``"peer"``, ``"lax"``, ``"identity"`` (world size 1) or ``"empty"``.
-        codec: what the bytes on the wire are.
+        codec: what the bytes on the wire are; RAW where nothing is sent, and for `lax`.
         topology: who sends them to whom.
         mover: what moves them.
         segments: passes over the staging memory.
@@ -69,11 +74,12 @@ class PeerGroup:
         ValueError: an argument is out of range, or `axis` is not an axis of `mesh`.
         PcieError: the mailboxes cannot be made (message says why).
 
-    Every process of the program must make the same groups in the same order. Close the
-    group, or use it as a context manager; programs compiled for it then fail.
+    Close the group, or use it as a context manager: it keeps its mailboxes and threads
+    until then. Programs compiled for a closed group fail. A group that has failed once
+    stays failed, because its ranks no longer agree on what comes next: make a new one.
 
     Example:
-        >>> mesh = jax.make_mesh((4,), ("tp",))
+        >>> mesh = jax.make_mesh((4,), ("tp",), (jax.sharding.AxisType.Auto,))
         >>> with PeerGroup(mesh, "tp", wire="i8_a2a") as group:
         ...     layer = jax.shard_map(
         ...         lambda x: all_reduce(x, group),
@@ -99,23 +105,22 @@ class PeerGroup:
             )
         # The environment gives defaults, and is read here and nowhere else.
         if wire is None:
-            wire = os.environ.get("JAX_PCIE_WIRE")
+            wire = _from_environment("JAX_PCIE_WIRE", WireMode.parse, OFF)
         if timeout_s is None:
-            timeout_s = _float_from("JAX_PCIE_TIMEOUT_S", 30.0)
-        if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+            timeout_s = _from_environment("JAX_PCIE_TIMEOUT_S", _timeout, 30.0)
+        if not isinstance(max_bytes, int):
+            raise TypeError(f"max_bytes must be an int, not {max_bytes!r}")
+        if max_bytes < _MIN_STAGING_BYTES:
             raise ValueError(
-                f"timeout_s must be positive and at most {_MAX_TIMEOUT_S} (a day), "
-                f"not {timeout_s}"
+                f"max_bytes must be at least {_MIN_STAGING_BYTES}, not {max_bytes}"
             )
-        if max_bytes < 1 << 16:
-            raise ValueError(f"max_bytes must be at least 65536, not {max_bytes}")
 
         self.mesh = mesh
         self.axis = axis
         self.world_size = mesh.shape[axis]
         self.wire = WireMode.parse(wire)
         self.max_bytes = max_bytes
-        self.timeout_s = timeout_s
+        self.timeout_s = _timeout(timeout_s)
         self._process = os.getpid()
         self.slices = _slices(mesh, axis)  # [slice][rank] devices
         self.platform = _ffi.platform_of(self.slices[0, 0])
@@ -247,14 +252,19 @@ class PeerGroup:
         """
         if op != "all_reduce":
             raise ValueError(f"{op!r} is not an operation; there is 'all_reduce'")
+        self.require_usable()
         mode = self.resolve_wire(wire)
         dtype = check_dtype(op, dtype)
-        count = math.prod(shape)
+        if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+            raise ValueError(f"shape must be of non-negative integers, not {shape}")
+        count = math.prod(map(int, shape))
         call = (int(mode.codec), int(mode.topology), dtype.name, count)
 
         def plan(path: str, mover: str, segments: int, sent: int, why: str) -> Plan:
-            codec, topology = mode.codec, mode.topology
-            return Plan(op, path, codec, topology, mover, segments, sent, why)
+            taken = mode if path == "peer" else OFF
+            return Plan(
+                op, path, taken.codec, taken.topology, mover, segments, sent, why
+            )
 
         if self.world_size == 1:
             return plan("identity", "none", 0, 0, "a world of one rank")
@@ -290,6 +300,11 @@ def _slices(mesh: jax.sharding.Mesh, axis: str) -> np.ndarray:
     return np.moveaxis(mesh.devices, position, -1).reshape(-1, mesh.shape[axis])
 
 
+def device_ids(mesh: jax.sharding.Mesh) -> list:
+    """The ids of a mesh's devices, nested like its axes."""
+    return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
+
+
 def same_slices(group: PeerGroup, mesh: jax.sharding.Mesh) -> bool:
     """Whether `mesh` has the group's lines of devices, in the group's order."""
     if group.axis not in mesh.axis_names:
@@ -298,11 +313,23 @@ def same_slices(group: PeerGroup, mesh: jax.sharding.Mesh) -> bool:
     return lines == {tuple(line) for line in group.slices}
 
 
-def _float_from(variable: str, default: float) -> float:
+def _timeout(seconds: float | str) -> float:
+    timeout_s = float(seconds)
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s must be positive and at most {_MAX_TIMEOUT_S} (a day), "
+            f"not {timeout_s}"
+        )
+    return timeout_s
+
+
+def _from_environment(
+    variable: str, parse: Callable[[str], Value], default: Value
+) -> Value:
     text = os.environ.get(variable)
     if text is None:
         return default
     try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{variable}={text!r} is not a number of seconds") from None
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{variable}={text!r}: {error}") from None

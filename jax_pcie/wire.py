@@ -59,7 +59,8 @@ _CANONICAL_CODEC = {
 class WireMode:
     """A codec and a topology, such as ``WireMode(Codec.INT8, Topology.RING)``.
 
-    ``str(mode)`` is the canonical string; `parse` is its inverse and takes every alias.
+    ``str(mode)`` is the canonical string, which `parse` reads, and every alias besides.
+    (RAW with A2A can only be made as a value.)
 
     Example:
         >>> str(WireMode.parse("INT8-ring"))

@@ -26,7 +26,7 @@ class Group {
   void RequireUsable() const {
     Require(getpid() == process_, members_.name(), " was made in process ", process_,
             " and cannot be used after fork in process ", getpid());
-    if (const auto broken = rendezvous_.Broken()) throw Error(*broken);
+    if (const auto broken = rendezvous_.Broken()) throw Error(BrokenGroup(*broken));
   }
 
   void Close() { rendezvous_.Close(); }

@@ -4,7 +4,7 @@
 #include <exception>
 #include <utility>
 
-#include "../error.h"
+#include "../peer_group.h"
 #include "float_environment.h"
 
 namespace jax_pcie::cpu {
@@ -79,7 +79,7 @@ void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape 
   Round complete;
   {
     std::lock_guard lock(mutex_);
-    if (broken_) throw Error(*broken_);
+    if (broken_) throw Error(BrokenGroup(*broken_));
     Round& round = rounds_[key];
     if (round.arrived == 0) {
       round.shape = shape;

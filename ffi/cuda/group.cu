@@ -221,7 +221,7 @@ std::string Group::Describe(const Failure& failure) const {
 void Group::RequireUsable() const {
   Require(getpid() == process_, members_.name(), " was made in process ", process_,
           " and cannot be used after fork in process ", getpid());
-  if (const auto broken = Broken()) throw Error(*broken);
+  if (const auto broken = Broken()) throw Error(BrokenGroup(*broken));
 }
 
 void Group::Close() {
