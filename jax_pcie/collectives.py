@@ -141,9 +141,9 @@ def _all_reduce_lowering(
     mesh = _ffi.lowering_mesh(ctx)
     if not same_slices(group, mesh):
         raise ValueError(
-            "all_reduce: this shard_map puts other devices, or the same ones in another "
-            f"order, along axis {group.axis!r} than {group!r} has: its mesh has the "
-            f"device ids {device_ids(mesh)}, the group's {device_ids(group.mesh)}"
+            "all_reduce: this shard_map puts other devices, or the same ones in "
+            f"another order, along axis {group.axis!r} than {group!r} has: its mesh "
+            f"has device ids {device_ids(mesh)}, the group's {device_ids(group.mesh)}"
         )
     if group.platform != platform:
         raise ValueError(
