@@ -6,7 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <string>
+#include <memory>
 
 #include "codec.h"
 #include "error.h"
@@ -31,6 +31,12 @@ struct CallSite {
     return std::make_unique<CallSite>(CallSite{next.fetch_add(1)});
   }
 };
+
+// The instantiate stage of every op. Accepts whatever attributes the call has: it only gives the
+// call its number.
+inline ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary) {
+  return CallSite::Make();
+}
 
 struct AllReduceCall {
   const void* x;
@@ -68,17 +74,6 @@ void VisitElement(ffi::DataType element, Body&& body) {
       throw Error(Concat("all_reduce: element type ", int(element),
                          " is not one of bfloat16, float16 and float32"));
   }
-}
-
-// Calls `body.template operator()<Element, Topology>()` with the types that a call's ids name.
-template <class Body>
-void VisitAllReduce(const AllReduceCall& call, Body&& body) {
-  VisitElement(call.element, [&]<class Element>() {
-    VisitCodec<Element>(call.codec, [&]<class Codec>() {
-      VisitTopology<Codec, Raw<Element>>(
-          call.topology, [&]<class Topology>() { body.template operator()<Element, Topology>(); });
-    });
-  });
 }
 
 }  // namespace jax_pcie

@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
 #include "codec.h"
-#include "error.h"
 #include "topology.h"
 
 namespace jax_pcie {
@@ -59,35 +57,6 @@ int64_t WireBytes(int world_size, int64_t count) {
     most = std::max(most, backend.sent_bytes());
   }
   return most;
-}
-
-// A call as Python describes it.
-struct CallDescription {
-  CodecId codec;
-  TopologyId topology;
-  std::string dtype;
-  int64_t count;
-};
-
-// Calls `body.template operator()<Element>()` with the element type that NumPy names.
-template <class Body>
-decltype(auto) VisitElementName(const std::string& dtype, Body&& body) {
-  if (dtype == "bfloat16") return body.template operator()<Bf16>();
-  if (dtype == "float16") return body.template operator()<F16>();
-  Require(dtype == "float32", "codecs take bfloat16, float16 and float32, not ", dtype);
-  return body.template operator()<F32>();
-}
-
-// Calls `body.template operator()<Element, Topology>()` with the types of a described call.
-template <class Body>
-decltype(auto) VisitDescription(const CallDescription& call, Body&& body) {
-  return VisitElementName(call.dtype, [&]<class Element>() {
-    return VisitCodec<Element>(call.codec, [&]<class Codec>() {
-      return VisitTopology<Codec, Raw<Element>>(call.topology, [&]<class Topology>() {
-        return body.template operator()<Element, Topology>();
-      });
-    });
-  });
 }
 
 }  // namespace jax_pcie

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "codec.h"
+#include "collective.h"
 #include "error.h"
 #include "topology.h"
 
@@ -110,10 +111,7 @@ struct SlabLayout {
 template <class Topology>
 constexpr int64_t MaxPieceValues(int64_t slot_bytes) {
   int64_t values = 0;
-  while (RecordLayout::For<typename Topology::PartialCodec>(values + kUnitValues).total_bytes <=
-             slot_bytes &&
-         RecordLayout::For<typename Topology::FinalCodec>(values + kUnitValues).total_bytes <=
-             slot_bytes) {
+  while (MaxRecordBytes<Topology>(values + kUnitValues) <= slot_bytes) {
     values += kUnitValues;
   }
   return values;

@@ -49,6 +49,7 @@ def require_ffi_minor(built_with: int, runtime: int) -> None:
         )
 
 
+@functools.cache
 def _load(name: str) -> ModuleType:
     module = importlib.import_module(f"jax_pcie.{name}")
     require_ffi_minor(module.ffi_api_minor, runtime_ffi_minor())

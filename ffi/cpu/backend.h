@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../codec.h"
+#include "../collective.h"
 #include "../error.h"
 #include "../topology.h"
 #include "codec_loops.h"
@@ -171,16 +172,13 @@ struct Segmentation {
 
   template <class Topology>
   static Segmentation For(int world_size, int64_t count, int64_t max_bytes) {
-    const auto record_bytes = [](int64_t values) {
-      return std::max(RecordLayout::For<typename Topology::PartialCodec>(values).total_bytes,
-                      RecordLayout::For<typename Topology::FinalCodec>(values).total_bytes);
-    };
     const int64_t shard_values = ShardValues(count, world_size, kSpanAlign);
     const int64_t spans_that_fit =
-        max_bytes / (Topology::NumLanes(world_size) * record_bytes(kSpanAlign));
+        max_bytes / (Topology::NumLanes(world_size) * MaxRecordBytes<Topology>(kSpanAlign));
     const int64_t segment_values =
         std::clamp(spans_that_fit * kSpanAlign, int64_t{kSpanAlign}, kSegmentValues);
-    return {shard_values, segment_values, record_bytes(std::min(segment_values, shard_values))};
+    return {shard_values, segment_values,
+            MaxRecordBytes<Topology>(std::min(segment_values, shard_values))};
   }
   int64_t count() const { return (shard_values + segment_values - 1) / segment_values; }
   Segment operator[](int64_t index) const {

@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "../collective.h"
 #include "../plan.h"
 #include "../slab.h"
 #include "codec_loops.h"
@@ -20,8 +21,6 @@ namespace cpu {
 namespace {
 
 using Groups = Registry<Group>;
-
-ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary) { return CallSite::Make(); }
 
 ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t group_id,
                       CodecId codec, TopologyId topology, CallSite* call_site, ffi::RunId run,
@@ -38,8 +37,10 @@ ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t g
         {call_site->number, run.run_id, member.slice}, member.rank, {call.x, call.y},
         {call.count, int32_t(call.element), int32_t(codec), int32_t(topology)},
         [call, max_bytes](const std::vector<RankBuffers>& buffers) {
-          VisitAllReduce(call, [&]<class Element, class Topology>() {
-            RunAllRanks<Element, Topology>(buffers, call.count, max_bytes);
+          VisitElement(call.element, [&]<class Element>() {
+            VisitCollective<Element>(call.codec, call.topology, [&]<class Topology>() {
+              RunAllRanks<Element, Topology>(buffers, call.count, max_bytes);
+            });
           });
         },
         [promise](const std::optional<std::string>& error) mutable {
@@ -55,7 +56,6 @@ ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t g
   return future;
 }
 
-// Accepts whatever attributes the call has: it only gives the call its number.
 XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce,
@@ -136,16 +136,18 @@ NB_MODULE(_cpu, m) {
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     const int n = group->members().world_size();
-    return VisitDescription(
-        {CodecId(codec), TopologyId(topology), std::move(dtype), count},
-        [&]<class Element, class Topology>() {
-          return Segmentation::For<Topology>(n, count, group->max_bytes()).count();
-        });
+    return VisitElementName(dtype, [&]<class Element>() {
+      return VisitCollective<Element>(CodecId(codec), TopologyId(topology), [&]<class Topology>() {
+        return Segmentation::For<Topology>(n, count, group->max_bytes()).count();
+      });
+    });
   });
   m.def("wire_bytes", [](int codec, int topology, std::string dtype, int64_t count, int n) {
-    return VisitDescription(
-        {CodecId(codec), TopologyId(topology), std::move(dtype), count},
-        [&]<class Element, class Topology>() { return WireBytes<Topology>(n, count); });
+    return VisitElementName(dtype, [&]<class Element>() {
+      return VisitCollective<Element>(CodecId(codec), TopologyId(topology), [&]<class Topology>() {
+        return WireBytes<Topology>(n, count);
+      });
+    });
   });
   m.def("num_slots", [](int region, int n) { return NumSlots(Region(region), n); });
   m.def("codec_encode", &EncodeForTests);

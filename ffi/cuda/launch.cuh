@@ -1,6 +1,7 @@
 // Defines `launch.h` for one element type; included by `all_reduce_*.cu` only.
 #pragma once
 
+#include "../collective.h"
 #include "../error.h"
 #include "fused.cuh"
 #include "launch.h"
@@ -27,20 +28,12 @@ struct Grid {
   }
 };
 
-template <class Element, class Body>
-void VisitKernel(CodecId codec, TopologyId topology, Body&& body) {
-  VisitCodec<Element>(codec, [&]<class Codec>() {
-    VisitTopology<Codec, Raw<Element>>(
-        topology, [&]<class Topology>() { body.template operator()<Topology>(); });
-  });
-}
-
 template <class Element>
 void LoadKernels() {
   for (const CodecId codec : {CodecId::kRaw, CodecId::kInt8, CodecId::kE4m3, CodecId::kMxfp8}) {
     for (const TopologyId topology :
          {TopologyId::kRing, TopologyId::kAllToAll, TopologyId::kAllGather}) {
-      VisitKernel<Element>(codec, topology, [&]<class Topology>() {
+      VisitCollective<Element>(codec, topology, [&]<class Topology>() {
         int ctas_per_sm = 0;
         CheckCuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
                       &ctas_per_sm, AllReduceKernel<Topology, Element>, kThreads, 0),
@@ -55,7 +48,7 @@ void LoadKernels() {
 template <class Element>
 int64_t NumSegments(const GroupView& group, CodecId codec, TopologyId topology, int64_t count) {
   int64_t segments = 0;
-  VisitKernel<Element>(codec, topology, [&]<class Topology>() {
+  VisitCollective<Element>(codec, topology, [&]<class Topology>() {
     const Grid grid = Grid::For<Topology>(group, count);
     segments = (grid.num_pieces + grid.num_ctas - 1) / grid.num_ctas;
   });
@@ -64,7 +57,7 @@ int64_t NumSegments(const GroupView& group, CodecId codec, TopologyId topology, 
 
 template <class Element>
 void LaunchAllReduce(const GroupView& group, const AllReduceLaunch& launch, cudaStream_t stream) {
-  VisitKernel<Element>(launch.codec, launch.topology, [&]<class Topology>() {
+  VisitCollective<Element>(launch.codec, launch.topology, [&]<class Topology>() {
     const Grid grid = Grid::For<Topology>(group, launch.count);
     const Call<Element> call{static_cast<const Element*>(launch.x),
                              static_cast<Element*>(launch.y),

@@ -1,7 +1,7 @@
 // The CUDA module: the all-reduce handler and the group's life cycle, as Python sees them.
 #include "../module.h"
 
-#include "../plan.h"
+#include "../collective.h"
 #include "group.h"
 
 namespace jax_pcie {
@@ -22,8 +22,6 @@ ffi::Error Guard(Body&& body) {
     return ffi::Error::Internal(failure.what());
   }
 }
-
-ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary) { return CallSite::Make(); }
 
 // Runs at every execution, also when a graph is replayed: the place where a wait that failed in an
 // earlier call can still become an error.
