@@ -38,6 +38,17 @@ inline ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary) {
   return CallSite::Make();
 }
 
+// Runs a handler's body and turns what it throws into a status.
+template <class Body>
+ffi::Error Guard(Body&& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::exception& failure) {
+    return ffi::Error::Internal(failure.what());
+  }
+}
+
 struct AllReduceCall {
   const void* x;
   void* y;

@@ -67,6 +67,12 @@ _MODULE_NAMES = {"cpu": "_cpu", "cuda": "_cuda"}
 
 
 @functools.cache
+def has_native_module(platform: str) -> bool:
+    """Whether the platform's module was built."""
+    return importlib.util.find_spec(f"jax_pcie.{_MODULE_NAMES[platform]}") is not None
+
+
+@functools.cache
 def native_module(platform: str) -> ModuleType:
     """The platform's module with its targets registered.
 
@@ -78,7 +84,7 @@ def native_module(platform: str) -> ModuleType:
         raise PcieError(
             f"jax_pcie runs on cpu and cuda devices, not on {platform!r} devices"
         )
-    if importlib.util.find_spec(f"jax_pcie.{name}") is None:
+    if not has_native_module(platform):
         raise PcieError(
             "jax_pcie was built without its CUDA module: no nvcc was found. Install a "
             "CUDA toolkit and reinstall jax_pcie"
@@ -90,9 +96,34 @@ def native_module(platform: str) -> ModuleType:
         module.call_site_type(),
         platform=target_platform,
     )
-    for target, stages in module.handlers().items():
+    targets = module.handlers()
+    if platform == "cuda":
+        targets |= module.mxfp8_handlers()
+    for target, stages in targets.items():
         jax.ffi.register_ffi_target(target, stages, platform=target_platform)
     return module
+
+
+def mxfp8_device_capability(device: jax.Device) -> int | None:
+    """Ten times the compute capability, if our CUDA kernels can run on `device`."""
+    if platform_of(device) != "cuda" or not has_native_module("cuda"):
+        return None
+    return round(10 * float(device.compute_capability))
+
+
+def mxfp8_capability(ctx: Any) -> int | None:  # noqa: ANN401
+    """That of the devices a lowering is for; the public API does not say which.
+
+    An exported program may run anywhere, so it gets no kernel of ours.
+    """
+    module = ctx.module_context
+    backend = module.get_backend(optional=True)
+    if backend is None or module.lowering_parameters.for_export:
+        return None
+    capability = mxfp8_device_capability(backend.local_devices()[0])
+    if capability is not None:
+        native_module("cuda")
+    return capability
 
 
 def device_ordinal(device: jax.Device) -> int:

@@ -3,6 +3,7 @@
 
 #include "../collective.h"
 #include "group.h"
+#include "mxfp8/ops.h"
 
 namespace jax_pcie {
 
@@ -12,16 +13,6 @@ namespace cuda {
 namespace {
 
 using Groups = Registry<Group>;
-
-template <class Body>
-ffi::Error Guard(Body&& body) {
-  try {
-    body();
-    return ffi::Error::Success();
-  } catch (const std::exception& failure) {
-    return ffi::Error::Internal(failure.what());
-  }
-}
 
 // Runs at every execution, also when a graph is replayed: the place where a wait that failed in an
 // earlier call can still become an error.
@@ -78,6 +69,7 @@ NB_MODULE(_cuda, m) {
   DefineGroupLifetime<Group>(m);
   DefineHandlers(
       m, {{"instantiate", kInstantiate}, {"initialize", kInitialize}, {"execute", kAllReduce}});
+  mxfp8::DefineOps(m);
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     return group->WithView({0, 0}, [&](const GroupView& view) {

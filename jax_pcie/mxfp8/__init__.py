@@ -1,12 +1,15 @@
 """A linear layer whose input arrives in slices and is kept only as MXFP8.
 
+Each slice is quantised into one retained operand as it appears, so that the wide
+concatenation of the slices never exists.
+
 `storage` has the operand that arrives, `linear` the weights and what multiplies them,
-`product` the multiplication and its gradients, `format` the bits. Each slice is
-quantised into one retained operand as it appears, so that the wide concatenation of the
-slices never exists.
+`gradient` what is differentiated, `kernels` the primitives and which kernel serves
+them, `product` the multiplication in plain JAX, `format` the bits.
 """
 
 from jax_pcie.mxfp8.format import swizzle_scales, swizzled_scale_offset
+from jax_pcie.mxfp8.kernels import Plan, Route, plan
 from jax_pcie.mxfp8.linear import (
     PackedWeight,
     mm,
@@ -18,12 +21,15 @@ from jax_pcie.mxfp8.storage import StagedInput, empty_input, quantize_input_slic
 
 __all__ = [
     "PackedWeight",
+    "Plan",
+    "Route",
     "StagedInput",
     "empty_input",
     "mm",
     "mm_quantized",
     "mm_quantized_into",
     "pack_weight",
+    "plan",
     "quantize_input_slice",
     "swizzle_scales",
     "swizzled_scale_offset",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,13 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_pcie import _ffi
 from jax_pcie.group import check_dtype
 from jax_pcie.mxfp8.checks import (
     check_float,
     check_is,
     check_scale_group,
     not_differentiable,
+    varying_alike,
 )
 from jax_pcie.mxfp8.format import (
     GROUP,
@@ -34,7 +33,8 @@ from jax_pcie.mxfp8.format import (
     pad_to,
     realign,
 )
-from jax_pcie.mxfp8.product import multiply, quantize_weight, straight_through
+from jax_pcie.mxfp8.gradient import quantize_weight, straight_through
+from jax_pcie.mxfp8.kernels import multiply
 from jax_pcie.mxfp8.storage import StagedInput
 
 E4M3 = jnp.float8_e4m3fn
@@ -193,8 +193,8 @@ def mm(
     bias = _check_bias("mm", bias, num_outputs)
     *leading, _ = x.shape
     rows = x.reshape(math.prod(leading), num_columns)
-    sums = straight_through(*_varying_alike(rows, w), scale_group)
-    return _finish(sums, bias, dtype).reshape(*leading, num_outputs)
+    y = straight_through(*varying_alike(rows, w, bias), num_outputs, scale_group, dtype)
+    return y.reshape(*leading, num_outputs)
 
 
 def mm_quantized(
@@ -235,7 +235,7 @@ def mm_quantized(
     tokens = _check_product("mm_quantized", storage, weight, tokens)
     dtype = check_dtype("mm_quantized's dtype", dtype)
     bias = _check_bias("mm_quantized", bias, weight.shape[0])
-    return _finish(_product("mm_quantized", storage, weight, tokens), bias, dtype)
+    return _product("mm_quantized", storage, weight, tokens, bias, dtype)
 
 
 def mm_quantized_into(
@@ -273,57 +273,47 @@ def mm_quantized_into(
             f"{(tokens, num_outputs)}"
         )
     bias = _check_bias("mm_quantized_into", bias, num_outputs)
-    sums = _product("mm_quantized_into", storage, weight, tokens)
-    # As bits: older XLA:CPUs widen and narrow a whole bfloat16 array to write a part of
-    # it, which changes NaNs and subnormals in the rows that must stay as they are.
-    code = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
-    rows = lax.bitcast_convert_type(_finish(sums, bias, out.dtype), code)
-    bits = lax.bitcast_convert_type(out, code)
-    bits = lax.dynamic_update_slice_in_dim(bits, rows, 0, axis=0)
-    return lax.bitcast_convert_type(bits, out.dtype)
+    return _product("mm_quantized_into", storage, weight, tokens, bias, out.dtype, out)
 
 
-def _product(op: str, storage: StagedInput, weight: PackedWeight, tokens: int) -> Array:
-    values, scales = not_differentiable(
-        (storage.values, storage.scales), f"{op} has no gradient: train through mm"
+def _product(
+    op: str,
+    storage: StagedInput,
+    weight: PackedWeight,
+    tokens: int,
+    bias: Array | None,
+    dtype: np.dtype,
+    out: Array | None = None,
+) -> Array:
+    message = f"{op} has no gradient: train through mm"
+    values, scales, bias, out = not_differentiable(
+        (storage.values, storage.scales, bias, out), message
     )
-    rows = Operand(as_bytes(values)[:tokens], as_bytes(scales)[:tokens])
-    return multiply(*_varying_alike(rows, _packed_operand(op, weight)))
+    rows = Operand(as_bytes(values), as_bytes(scales))
+    rows, columns, bias, out = varying_alike(
+        rows, _packed_operand(op, weight), bias, out
+    )
+    return multiply(
+        rows,
+        columns,
+        num_tokens=tokens,
+        num_outputs=weight.shape[0],
+        scale_group=weight.scale_group,
+        dtype=dtype,
+        bias=bias,
+        out=out,
+    )
 
 
 def _packed_operand(op: str, weight: PackedWeight) -> Operand:
-    num_outputs, num_columns = weight.shape
     values, scales = not_differentiable(
         (weight.values, weight.scales),
         f"{op} has no gradient with respect to a packed weight: pass the raw one to mm",
     )
-    return Operand(
-        as_bytes(values)[:num_outputs, :num_columns],
-        as_bytes(scales)[:num_outputs, : num_columns // GROUP],
-    )
+    return Operand(as_bytes(values), as_bytes(scales))
 
 
-def _finish(sums: Array, bias: Array | None, dtype: np.dtype) -> Array:
-    if bias is not None:
-        sums = sums + bias.astype(jnp.float32)
-    return sums.astype(dtype)
-
-
-# --- Helpers and checks
-
-
-def _varying_alike(*trees: Any) -> Any:  # noqa: ANN401
-    """`trees` with every array typed as varying over the manual axes of any of them.
-
-    So a weight that all ranks share gets the sum of their gradients.
-    """
-    axes = frozenset().union(*map(_ffi.varying_axes, jax.tree.leaves(trees)))
-
-    def widen(x: Array) -> Array:
-        missing = tuple(sorted(axes - _ffi.varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(widen, trees)
+# --- Checks
 
 
 def _check_same_group(name: str, scale_group: int, weight: PackedWeight) -> None:
@@ -346,12 +336,13 @@ def _check_weight_shape(op: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _check_bias(op: str, bias: ArrayLike | None, num_outputs: int) -> Array | None:
+    """The bias as float32."""
     if bias is None:
         return None
     bias = check_float(op, "bias", bias)
     if bias.shape != (num_outputs,):
         raise ValueError(f"bias has shape {bias.shape}, and must be {(num_outputs,)}")
-    return bias
+    return bias.astype(jnp.float32)
 
 
 def _check_product(

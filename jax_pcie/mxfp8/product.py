@@ -1,7 +1,7 @@
-"""Multiplies MXFP8 operands, and differentiates through the quantisation.
+"""The product of MXFP8 operands in plain JAX, which any platform can run.
 
-Any platform can run this: one fp32 product of decoded operands. A platform's own kernel
-takes the place of `multiply`, below `straight_through`. The one surprise: groups whose
+One fp32 product of decoded operands; a platform's kernels take its place (`kernels`).
+The one surprise: groups whose
 decoded values leave fp32's normal range are added one by one, with the operands' scales
 combined first, so that 2^-127 times 2^127 is 1 although XLA:CPU flushes subnormals.
 """
@@ -17,11 +17,9 @@ from jax import Array, lax
 from jax_pcie.mxfp8.format import (
     GROUP,
     NAN_SCALE,
-    TILE,
     Operand,
     payload,
     power_of_two,
-    quantize,
     scale_factor,
     scaled,
 )
@@ -41,7 +39,7 @@ def _near(operand: Operand) -> Array:
     return scaled(operand.values, factors)
 
 
-def _dot(a: Array, b: Array) -> Array:
+def dot(a: Array, b: Array) -> Array:
     """float32 [rows of a, rows of b]: sums over the columns of both."""
     return lax.dot_general(
         a,
@@ -83,64 +81,21 @@ def multiply(x: Operand, w: Operand) -> Array:
         byte_x, byte_w = column(x.scales), column(w.scales)
         exponent = byte_x.astype(jnp.int32) + byte_w.astype(jnp.int32).T - 254
         half = exponent // 2
-        term = _dot(part(x.values), part(w.values))  # payloads: 2^-18 to 2^23
+        term = dot(part(x.values), part(w.values))  # payloads: 2^-18 to 2^23
         term = term * power_of_two(half) * power_of_two(exponent - half)
         far = column(far_x) | column(far_w).T
         return next_far_group(group), jnp.where(far, sums + term, sums)
 
     # A loop of no steps rather than a branch: under `vmap` a branch runs both sides.
-    near = _dot(_near(x), _near(w))
+    near = dot(_near(x), _near(w))
     _, sums = lax.while_loop(
         lambda carry: carry[0] < num_groups, add_far_group, (next_far_group(-1), near)
     )
     return sums
 
 
-def quantize_rows(x: Array, scale_group: int) -> Operand:
-    return quantize(x, columns=scale_group)
-
-
-def quantize_weight(w: Array, scale_group: int) -> Operand:
-    return quantize(w, rows=TILE if scale_group == TILE else 1, columns=scale_group)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def straight_through(x: Array, w: Array | Operand, scale_group: int) -> Array:
-    """float32 [M, N] of raw `x` and a raw or packed weight.
-
-    The gradient takes quantisation for the identity: ``dx = g @ decode(w)``,
-    ``dw = g.T @ decode(x)``, with the decoded operands of the forward pass.
-    """
-    return _forward(x, w, scale_group)[0]
-
-
-def _forward(
-    x: Array, w: Array | Operand, scale_group: int
-) -> tuple[Array, tuple[Operand, Operand, Array, Array | None]]:
-    is_packed = isinstance(w, Operand)
-    rows = quantize_rows(x, scale_group)
-    columns = w if is_packed else quantize_weight(w, scale_group)
-    dtypes = x[:0], None if is_packed else w[:0]
-    return multiply(rows, columns), (rows, columns, *dtypes)
-
-
-def _backward(
-    scale_group: int,
-    saved: tuple[Operand, Operand, Array, Array | None],
-    cotangent: Array,
-) -> tuple[Array, Array | None]:
-    rows, columns, like_x, like_w = saved
-    dx = _dot(cotangent, _decode(columns).T).astype(like_x.dtype)
-    if like_w is None:
-        return dx, None
-    return dx, _dot(cotangent.T, _decode(rows).T).astype(like_w.dtype)
-
-
-def _decode(operand: Operand) -> Array:
+def decode(operand: Operand) -> Array:
     """float32 [rows, K], a finite value clamped to the largest of fp32."""
     decoded = scaled(operand.values, scale_factor(operand.scales))
     largest = jnp.finfo(jnp.float32).max
     return jnp.clip(decoded, -largest, largest)
-
-
-straight_through.defvjp(_forward, _backward)

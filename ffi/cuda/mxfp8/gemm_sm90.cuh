@@ -386,8 +386,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const TileSchedule schedule(params, has_wide, Decoder::kIsFallback);
   const int warpgroup = threadIdx.x / 128;
-  // Budgets of 128 threads each, 4 * 128 registers a lane in all: 80 + 32 + 2 * 200. With 72 for the
-  // decoder, which then spills two, the whole is 5 % slower: consumers wait for it.
+  // Budgets of 128 threads each, 4 * 128 registers a lane in all: 80 + 32 + 2 * 200. With 72 for
+  // the decoder, which then spills two, the whole is 5 % slower: consumers wait for it.
   if (warpgroup == 0) {
     ptx::SetMaxNRegDec<80>();
     DecodeW<Decoder>(shared, params, schedule, threadIdx.x);

@@ -1,0 +1,10 @@
+// The staged MXFP8 linear as Python sees it: FFI targets, and which kernel serves a product.
+#pragma once
+
+#include "../../module.h"
+
+namespace jax_pcie::cuda::mxfp8 {
+
+void DefineOps(nb::module_& m);
+
+}  // namespace jax_pcie::cuda::mxfp8

@@ -1,0 +1,62 @@
+#include "route.h"
+
+#include "../../error.h"
+#include "cublaslt.h"
+#include "gemm_sm90.h"
+
+namespace jax_pcie::cuda::mxfp8 {
+namespace {
+
+constexpr int kHopper = 90;
+constexpr int kBlackwell = 100;
+
+Choice ChooseOnHopper(const Shape& shape, int scale_group) {
+  const auto& [m, n, k, output, has_bias] = shape;
+  const Choice exact{Route::kGemm, GemmSm90WorkspaceBytes(m, n, k),
+                     "decoded to 16 bits in the kernel, exact products, fp32 sums"};
+  if (scale_group != kTile || !BlockScaledSupports(m, n, k)) return exact;
+  std::string why_not;
+  if (!BlockScaledAvailable(&why_not)) {
+    return {exact.route, exact.workspace_bytes, exact.reason + "; " + why_not};
+  }
+  return {Route::kBlockScaled, BlockScaledWorkspaceBytes(m, n, k, output, has_bias),
+          "cuBLASLt's fp8 product with one scale per 128 columns"};
+}
+
+Choice ChooseOnBlackwell(const Shape& shape) {
+  const auto& [m, n, k, output, has_bias] = shape;
+  std::string why_not = "cuBLASLt takes outputs in multiples of 4 only";
+  if (Mxfp8NativeSupports(m, n, k) && Mxfp8NativeAvailable(&why_not)) {
+    return {Route::kNative, Mxfp8NativeWorkspaceBytes(m, n, k, output, has_bias),
+            "cuBLASLt's MXFP8 product on block-scaled tensor cores"};
+  }
+  return {Route::kNone, 0, why_not};
+}
+
+}  // namespace
+
+Choice ChooseRoute(int compute_capability, const Shape& shape, int scale_group) {
+  if (compute_capability == kHopper) return ChooseOnHopper(shape, scale_group);
+  if (compute_capability >= kBlackwell) return ChooseOnBlackwell(shape);
+  return {Route::kNone, 0,
+          Concat("no kernel for compute capability ", compute_capability / 10, ".",
+                 compute_capability % 10)};
+}
+
+void Launch(Route route, const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
+            cudaStream_t stream) {
+  switch (route) {
+    case Route::kGemm:
+      return LaunchGemmSm90(call, workspace, stream);
+    case Route::kBlockScaled:
+      return LaunchBlockScaled(call, workspace, workspace_bytes, stream);
+    case Route::kNative:
+      return LaunchMxfp8Native(call, workspace, workspace_bytes, stream);
+    case Route::kSmall:
+    case Route::kNone:
+      break;
+  }
+  throw Error(Concat("route ", int(route), " of an MXFP8 product has no kernel"));
+}
+
+}  // namespace jax_pcie::cuda::mxfp8
