@@ -192,7 +192,7 @@ class Sections:
             baseline = build()
             output = baseline.arm.start()
             baseline.arm.wait(output)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, TypeError, BufferError) as error:
             self.table.check(what, [], does_not_run=str(error)[:300])
             return None
         self.compiled_to[what] = baseline.compiled_to
