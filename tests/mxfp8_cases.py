@@ -6,12 +6,14 @@ quantiser would write: any scale, any payload.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import mxfp8_oracles as oracles
 import numpy as np
+import pytest
 from mxfp8_oracles import F32, Array
 
 from jax_pcie import mxfp8
@@ -31,6 +33,22 @@ mm_quantized = jax.jit(mxfp8.mm_quantized, static_argnames=("tokens", "dtype"))
 mm_quantized_into = jax.jit(
     mxfp8.mm_quantized_into, static_argnames="tokens", donate_argnames="out"
 )
+
+
+def with_sizes(names: str, *, cpu: list[Any], cuda: list[Any]) -> pytest.MarkDecorator:
+    """Parametrises `names` by sizes: each costs the CPU one or two seconds to compile,
+    while on CUDA they choose between kernels and kinds of part tiles."""
+    cases = [("cpu", size, ()) for size in cpu]
+    cases += [("cuda", size, pytest.mark.cuda) for size in cuda]
+    several = "," in names
+    return pytest.mark.parametrize(
+        f"device, {names}",
+        [
+            pytest.param(platform, *(size if several else (size,)), marks=marks)
+            for platform, size, marks in cases
+        ],
+        indirect=["device"],
+    )
 
 
 def gaussian(rng: np.random.Generator, *shape: int, dtype: np.dtype = F32) -> Array:

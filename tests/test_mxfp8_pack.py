@@ -1,4 +1,4 @@
-"""Packed weights: their padding, moving them to 128 x 128 scales, Blackwell's layout."""
+"""Packed weights: padding, moving to 128 x 128 scales, Blackwell's layout."""
 
 import jax.numpy as jnp
 import mxfp8_oracles as oracles

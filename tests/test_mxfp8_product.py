@@ -1,4 +1,4 @@
-"""Products of normal operands: exact where sums are, within a derived bound elsewhere."""
+"""Products of normal operands: exact where sums are, else within a derived bound."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +17,7 @@ from mxfp8_cases import (
     mm_quantized,
     pack,
     staged,
+    with_sizes,
 )
 from mxfp8_oracles import BF16, DTYPES, F16, F32, Array
 
@@ -53,7 +54,9 @@ def whole_numbers(
     return np.ldexp(numbers.astype(F32), doubled)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_columns"), EXACT_CASES)
+@with_sizes(
+    "num_tokens, num_outputs, num_columns", cpu=EXACT_CASES[1::2], cuda=EXACT_CASES
+)
 def test_integers_multiply_exactly(
     num_tokens: int, num_outputs: int, num_columns: int, rng: np.random.Generator
 ) -> None:
@@ -65,7 +68,9 @@ def test_integers_multiply_exactly(
     np.testing.assert_array_equal(got, x.astype(int) @ w.astype(int).T + bias)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_columns"), EXACT_CASES[::4])
+@with_sizes(
+    "num_tokens, num_outputs, num_columns", cpu=EXACT_CASES[::8], cuda=EXACT_CASES
+)
 def test_integers_multiply_exactly_in_groups_of_128(
     num_tokens: int, num_outputs: int, num_columns: int, rng: np.random.Generator
 ) -> None:
@@ -107,7 +112,7 @@ def reports(
     )
 
 
-@pytest.mark.parametrize("num_tokens", [5, 300])
+@with_sizes("num_tokens", cpu=[70], cuda=[5, 70, 300])
 @pytest.mark.parametrize("scale_group", [32, 128])
 def test_a_product_is_within_the_bound_of_its_accumulator(
     scale_group: int,
@@ -186,10 +191,12 @@ def test_sums_beyond_fp32_are_infinite(dtype: np.dtype) -> None:
     assert_same_bits(got, np.broadcast_to(want[:, None], (4, 9)))
 
 
-def test_the_same_call_gives_the_same_bits_each_time(rng: np.random.Generator) -> None:
+@with_sizes("num_tokens", cpu=[300], cuda=[1, 16, 40, 300])
+def test_the_same_call_gives_the_same_bits_each_time(
+    num_tokens: int, rng: np.random.Generator
+) -> None:
     packed = pack(gaussian(rng, NUM_OUTPUTS, 1024, dtype=BF16))
-    for num_tokens in (1, 40, 300):
-        x = gaussian(rng, num_tokens, 1024, dtype=BF16)
-        first = np.asarray(mm(x, packed, dtype=F32))
-        for _ in range(4):
-            assert_same_bits(np.asarray(mm(x, packed, dtype=F32)), first)
+    x = gaussian(rng, num_tokens, 1024, dtype=BF16)
+    first = np.asarray(mm(x, packed, dtype=F32))
+    for _ in range(4):
+        assert_same_bits(np.asarray(mm(x, packed, dtype=F32)), first)

@@ -18,6 +18,7 @@ from mxfp8_cases import (
     staged,
     storage_of,
     stored_bytes,
+    with_sizes,
 )
 from mxfp8_oracles import BF16, F32
 
@@ -27,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 SLICES = [[640], [128] * 5, [128, 384, 128]]
-NUM_TOKENS = [1, 2, 3, 8, 15, 16, 17, 32, 99, 257]
+ALL_SIZES = [1, 2, 3, 8, 15, 16, 17, 32, 64, 65, 99, 257]
 
 
-@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@with_sizes("num_tokens", cpu=[1, 3, 15, 17, 99, 257], cuda=ALL_SIZES)
 def test_staged_equals_concatenated_bit_for_bit(
     num_tokens: int, rng: np.random.Generator
 ) -> None:
@@ -80,7 +81,7 @@ def test_groups_of_128_staged_equal_concatenated(rng: np.random.Generator) -> No
     )
 
 
-@pytest.mark.parametrize("num_tokens", [3, 300])
+@with_sizes("num_tokens", cpu=[40], cuda=[3, 40, 300])
 @pytest.mark.parametrize("octaves", [15, 60, 100])
 def test_staged_equals_concatenated_also_where_scales_are_far_apart(
     octaves: int, num_tokens: int, rng: np.random.Generator
@@ -96,8 +97,15 @@ def test_staged_equals_concatenated_also_where_scales_are_far_apart(
     oracles.assert_within(whole, *want)
 
 
-@pytest.mark.parametrize(("tokens", "capacity"), [(14, 16), (33, 70), (257, 300)])
-@pytest.mark.parametrize("scale_group", [32, 128])
+@with_sizes(
+    "tokens, capacity, scale_group",
+    cpu=[(14, 16, 32), (33, 70, 128)],
+    cuda=[
+        (tokens, capacity, scale_group)
+        for tokens, capacity in ((14, 16), (33, 70), (257, 300))
+        for scale_group in (32, 128)
+    ],
+)
 def test_what_lies_beyond_tokens_never_reaches_the_result(
     tokens: int, capacity: int, scale_group: int, rng: np.random.Generator
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits, make_mesh
 from jax import P, lax
-from mxfp8_cases import NUM_OUTPUTS, any_octaves, gaussian, mm, pack
+from mxfp8_cases import NUM_OUTPUTS, any_octaves, gaussian, mm, pack, with_sizes
 from mxfp8_oracles import BF16, F16, F32
 
 from jax_pcie import mxfp8
@@ -121,7 +121,7 @@ def test_vmap_gives_the_bits_of_each_element(rng: np.random.Generator) -> None:
 
 
 @on_a_device
-@pytest.mark.parametrize("num_tokens", [4, 70])
+@with_sizes("num_tokens", cpu=[4], cuda=[4, 70])
 def test_a_scan_stages_and_multiplies_layer_after_layer(
     num_tokens: int, rng: np.random.Generator
 ) -> None:

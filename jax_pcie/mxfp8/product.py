@@ -27,8 +27,8 @@ from jax_pcie.mxfp8.format import (
     scaled,
 )
 
-# Whether a scale byte takes E4M3 values, 2^-9 to 448, out of fp32's normal range; 255 is
-# NaN either way. A table, since XLA:CPU needs one to four seconds for the comparisons.
+# Whether a scale byte takes E4M3 values, 2^-9 to 448, out of fp32's normal range; 255
+# is NaN either way. A table: XLA:CPU takes one to four seconds to compile comparisons.
 _BYTES = np.arange(256)
 _FAR = (_BYTES < 127 - 126 + 9) | ((_BYTES > 127 + 127 - 8) & (_BYTES != NAN_SCALE))
 
