@@ -2,8 +2,9 @@
 
 A test body is written once and marked `at_all_world_sizes` or `at_one_world_size`: its
 `ranks` fixture is then eight or fewer virtual CPU devices, or, under the marker `cuda`,
-two GPUs. Expected values belong to `oracles.py`. Groups live for the whole run: a test
-that closes or breaks a group makes its own.
+two GPUs; a test without peers uses `device`, the CPU or one GPU. Expected values belong
+to `oracles.py`. Groups live for the whole run: a test that closes or breaks a group
+makes its own.
 """
 
 import os
@@ -72,7 +73,11 @@ at_two_ranks = with_worlds([2])
 def make_mesh(
     platform: str, shape: tuple[int, ...], axes: tuple[str, ...], first: int = 0
 ) -> Mesh:
-    devices = jax.devices(platform)[first : first + int(np.prod(shape))]
+    end = first + int(np.prod(shape))
+    devices = jax.devices(platform)
+    if platform == "cuda" and len(devices) < end:
+        pytest.skip(f"needs {end} GPUs, and JAX sees {len(devices)}")
+    devices = devices[first:end]
     return jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=devices)
 
 
@@ -152,6 +157,14 @@ def ranks(
     if request.param not in all_ranks:
         all_ranks[request.param] = Ranks(*request.param)
     return all_ranks[request.param]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
+    """Where a test without peers runs, and JAX's default device in it."""
+    device = jax.devices(request.param)[0]
+    with jax.default_device(device):
+        yield device
 
 
 @pytest.fixture
