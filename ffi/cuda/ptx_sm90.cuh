@@ -91,6 +91,12 @@ __device__ __forceinline__ void MbarrierWait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// --- Into the first-level cache.
+
+__device__ __forceinline__ void PrefetchL1(const void* global) {
+  asm volatile("prefetch.global.L1 [%0];" : : "l"(global) : "memory");
+}
+
 // --- Copies by the copy engines, which complete on an mbarrier.
 
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {

@@ -138,18 +138,35 @@ class SharedMap {
   uint32_t base_;
 };
 
-// A position in a ring, and the parity of its current round.
-template <int kLength>
-struct RingPosition {
-  int index = 0;
-  uint32_t parity = 0;
-
+// A position in a ring, and the parity of its current round. A power of two needs one register.
+template <int kLength, bool = (kLength & (kLength - 1)) == 0>
+class RingPosition {
+ public:
+  __device__ int index() const { return index_; }
+  __device__ uint32_t parity() const { return parity_; }
   __device__ void Advance() {
-    if (++index == kLength) {
-      index = 0;
-      parity ^= 1;
+    if (++index_ == kLength) {
+      index_ = 0;
+      parity_ ^= 1;
     }
   }
+
+ private:
+  int index_ = 0;
+  uint32_t parity_ = 0;
+};
+
+template <int kLength>
+class RingPosition<kLength, true> {
+ public:
+  __device__ int index() const { return count_ % kLength; }
+  __device__ int previous_index() const { return (count_ - 1) % kLength; }
+  __device__ uint32_t parity() const { return count_ / kLength % 2; }
+  __device__ void Advance() { ++count_; }
+  __device__ bool IsFirst() const { return count_ == 0; }
+
+ private:
+  uint32_t count_ = 0;
 };
 
 // --- The warpgroups' work
@@ -163,9 +180,9 @@ __device__ __forceinline__ void Produce(const SharedMap& shared, const GemmParam
     const uint32_t* w_words = params.w.words + schedule.output();
 #pragma unroll 1  // 32 registers
     for (int k = 0; k < params.num_words; ++k, stage.Advance()) {
-      const int s = stage.index;
+      const int s = stage.index();
       const uint32_t full = shared.full(s);
-      ptx::MbarrierWait(shared.empty(s), stage.parity ^ 1);
+      ptx::MbarrierWait(shared.empty(s), stage.parity() ^ 1);
       ptx::MbarrierArriveExpectTx(full, GemmShared::kStageBytes);
       ptx::CopyTensor2d(shared.x(s), x_map, k * kTile, schedule.row(), full);
       ptx::CopyTensor2d(shared.w(s), w_map, k * kTile, schedule.output(), full);
@@ -197,18 +214,17 @@ __device__ __forceinline__ void DecodeW(const SharedMap& shared, const GemmParam
   const bool is_first_lane = row % 32 == 0;
   RingPosition<kStages> stage;
   RingPosition<kDecodedStages> out;
-  int stored = -1;  // half a stage that is not announced yet
-  auto announce = [&] {
+  auto announce_previous = [&] {
     ptx::FenceProxyAsync();
     __syncwarp();
-    if (is_first_lane) ptx::MbarrierArrive(shared.decoded_full(stored));
+    if (is_first_lane) ptx::MbarrierArrive(shared.decoded_full(out.previous_index()));
   };
   while (schedule.Next()) {
     const int base = Decoder::kIsFallback ? ScaleBase(params.w, schedule.output() + row) : 0;
     for (int k = 0; k < params.num_words; ++k, stage.Advance()) {
-      ptx::MbarrierWait(shared.full(stage.index), stage.parity);
-      const uint32_t w = shared.w(stage.index);
-      const uint32_t word = ptx::LoadShared32(shared.w_words(stage.index) + row * 4);
+      ptx::MbarrierWait(shared.full(stage.index()), stage.parity());
+      const uint32_t w = shared.w(stage.index());
+      const uint32_t word = ptx::LoadShared32(shared.w_words(stage.index()) + row * 4);
       uint4 groups[4];
 #pragma unroll
       for (int q = 0; q < 4; ++q) groups[q] = ptx::LoadShared128(w + chunks[q]);
@@ -231,21 +247,20 @@ __device__ __forceinline__ void DecodeW(const SharedMap& shared, const GemmParam
 #pragma unroll
           for (int q = 0; q < 4; ++q) groups[q] = ptx::LoadShared128(w + (chunks[q] ^ 16));
         }
-        if (stored >= 0) announce();
-        if (half == 1 && is_first_lane) ptx::MbarrierArrive(shared.empty(stage.index));
-        ptx::MbarrierWait(shared.decoded_empty(out.index), out.parity ^ 1);
-        const uint32_t to = shared.decoded(out.index);
+        if (!out.IsFirst()) announce_previous();
+        if (half == 1 && is_first_lane) ptx::MbarrierArrive(shared.empty(stage.index()));
+        ptx::MbarrierWait(shared.decoded_empty(out.index()), out.parity() ^ 1);
+        const uint32_t to = shared.decoded(out.index());
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           const auto& d = decoded[step];
           ptx::StoreShared128(to + chunks[step], {d[0].x, d[1].x, d[2].x, d[3].x});
           ptx::StoreShared128(to + (chunks[step] ^ 16), {d[0].y, d[1].y, d[2].y, d[3].y});
         }
-        stored = out.index;
       }
     }
   }
-  if (stored >= 0) announce();
+  if (!out.IsFirst()) announce_previous();
 }
 
 // Describes a decoded tile to the tensor cores, from its k16 step on: rows of 128 bytes, 128-byte
@@ -275,6 +290,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[b][i] = 0;
     }
+    TileFactors::Prefetch(params, schedule.row(), schedule.output(), thread);
     int bases[4] = {};
     if constexpr (Decoder::kIsFallback) {
 #pragma unroll
@@ -285,21 +301,20 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
     uint32_t multipliers[4];
     uint4 chunks[4];  // a thread's bytes of half a stage, by row
     auto load_multipliers = [&] {
-      ptx::MbarrierWait(shared.full(stage.index), stage.parity);
-      const uint32_t fields = shared.x_words(stage.index) + field;
+      ptx::MbarrierWait(shared.full(stage.index()), stage.parity());
+      const uint32_t fields = shared.x_words(stage.index()) + field;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         multipliers[i] = Decoder::Multiplier(ptx::LoadShared8(fields + row_of(i) * 4), bases[i]);
       }
     };
     auto load_chunks = [&](int half) {
-      const uint32_t x = shared.x(stage.index) + (chunk ^ (half * 16));
+      const uint32_t x = shared.x(stage.index()) + (chunk ^ (half * 16));
 #pragma unroll
       for (int i = 0; i < 4; ++i) chunks[i] = ptx::LoadShared128(x + row_of(i) * kTile);
     };
     load_multipliers();
     load_chunks(0);
-    int last_in = -1;
     for (int k = 0; k < params.num_words; ++k) {
 #pragma unroll
       for (int half = 0; half < 2; ++half, in.Advance()) {
@@ -317,11 +332,11 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
               fragments[step][i / 2][i % 2 + 2] = values.y;
             }
           }
-          if (batch == 0) ptx::MbarrierWait(shared.decoded_full(in.index), in.parity);
+          if (batch == 0) ptx::MbarrierWait(shared.decoded_full(in.index()), in.parity());
           ptx::WgmmaFence();
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
-            const uint64_t w = DescribeDecoded(shared.decoded(in.index), 2 * batch + step);
+            const uint64_t w = DescribeDecoded(shared.decoded(in.index()), 2 * batch + step);
 #pragma unroll
             for (int b = 0; b < 2; ++b) Decoder::Multiply(sums[b], fragments[step][b], w);
           }
@@ -331,7 +346,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
           } else if (batch == 1) {
             // Released after the last use of what was loaded, not after the loads were issued.
             __syncwarp();
-            if (lane == 0) ptx::MbarrierArrive(shared.empty(stage.index));
+            if (lane == 0) ptx::MbarrierArrive(shared.empty(stage.index()));
             stage.Advance();
             if (k + 1 < params.num_words) {
               load_multipliers();
@@ -340,15 +355,17 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
           }
           ptx::WgmmaWaitGroup<1>();
           if (batch == 0) {  // the last batch of the half before has just ended
-            if (last_in >= 0 && lane == 0) ptx::MbarrierArrive(shared.decoded_empty(last_in));
-            last_in = in.index;
+            const bool is_next = half > 0 || k > 0;
+            if (is_next && lane == 0) {
+              ptx::MbarrierArrive(shared.decoded_empty(in.previous_index()));
+            }
           }
         }
       }
     }
     const TileFactors factors(params, schedule.row(), schedule.output(), first_row, q);
     ptx::WgmmaWaitGroup<0>();
-    if (lane == 0) ptx::MbarrierArrive(shared.decoded_empty(last_in));
+    if (lane == 0) ptx::MbarrierArrive(shared.decoded_empty(in.previous_index()));
     StoreTile<Decoder::kIsFallback, Output>(params, factors, schedule.row(), schedule.output(),
                                             first_row, q, sums);
     if constexpr (Decoder::kIsFallback) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../ptx_sm90.cuh"
 #include "call.h"
 #include "scales.h"
 
@@ -146,6 +147,19 @@ struct TileFactors {
       outputs[j][0] = Factor(pair);
       outputs[j][1] = Factor(pair >> 16);
     }
+  }
+
+  // Has the first-level cache hold what the constructor will load.
+  __device__ static void Prefetch(const GemmParams& params, int tile_row, int tile_output,
+                                  int thread) {
+    constexpr int kLine = 64;  // references
+    const uint16_t* line = nullptr;
+    if (thread < kTileRows / kLine) {
+      line = params.x.references + tile_row + thread * kLine;
+    } else if (thread < (kTileRows + kTileOutputs) / kLine) {
+      line = params.w.references + tile_output + thread * kLine - kTileRows;
+    }
+    if (line != nullptr) ptx::PrefetchL1(line);
   }
 
   __device__ static float Factor(uint32_t reference) {

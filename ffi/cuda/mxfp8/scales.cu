@@ -6,7 +6,9 @@
 namespace jax_pcie::cuda::mxfp8 {
 namespace {
 
-constexpr int kWarps = 16;  // of a CTA; each takes every 16th part of the columns
+constexpr int kWarps = 16;  // of a CTA; each takes every 16th word of a row
+constexpr int kKeptWords =
+    12;  // read once: rows of up to 16 * 12 * 128 columns need no second look
 constexpr int kOneScale = 127;
 
 struct Side {
@@ -50,6 +52,9 @@ struct Range {
     lowest = min(lowest, byte);
     highest = max(highest, byte);
   }
+  __device__ void IncludeAll(uint32_t bytes) {
+    for (int i = 0; i < 4; ++i) Include(bytes >> (8 * i) & 0xff);
+  }
 };
 
 // A lane is a row: the warp writes one word of 32 rows at a time.
@@ -78,12 +83,20 @@ __global__ void __launch_bounds__(32 * kWarps)
   __syncthreads();
 
   // --- The largest and the smallest scale of each row.
+  uint32_t kept[kKeptWords];
+#pragma unroll
+  for (int i = 0; i < kKeptWords; ++i) {
+    const int word = warp + i * kWarps;
+    if (exists && word < num_words) kept[i] = ScaleWord(scales, word, num_groups);
+  }
   Range range;
   if (exists) {
-#pragma unroll 4
-    for (int word = warp; word < num_words; word += kWarps) {
-      const uint32_t bytes = ScaleWord(scales, word, num_groups);
-      for (int i = 0; i < 4; ++i) range.Include(bytes >> (8 * i) & 0xff);
+#pragma unroll
+    for (int i = 0; i < kKeptWords; ++i) {
+      if (warp + i * kWarps < num_words) range.IncludeAll(kept[i]);
+    }
+    for (int word = warp + kKeptWords * kWarps; word < num_words; word += kWarps) {
+      range.IncludeAll(ScaleWord(scales, word, num_groups));
     }
     atomicMin(&shared_lowest[lane], range.lowest);
     atomicMax(&shared_highest[lane], range.highest);
@@ -152,14 +165,21 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   // --- The words.
   const uint32_t references = reference * 0x01010101u;
-  for (int word = warp; word < num_words; word += kWarps) {
-    uint32_t bytes = exists ? ScaleWord(scales, word, num_groups) : references;
+  const auto store = [&](int word, uint32_t bytes) {
+    if (!exists) bytes = references;
     if (block_class == RowClass::kNear) {
       // Groups of zeros may be out of reach on either side: any multiplier will do for them.
       const uint32_t down = __vsubus4(references, bytes);
       bytes = __vsubus4(0x01010101u * kReferenceField, __vminu4(down, 0x15151515u));
     }
     side.prepared.words[int64_t{word} * side.prepared.rows + row] = bytes;
+  };
+#pragma unroll
+  for (int i = 0; i < kKeptWords; ++i) {
+    if (warp + i * kWarps < num_words) store(warp + i * kWarps, kept[i]);
+  }
+  for (int word = warp + kKeptWords * kWarps; word < num_words; word += kWarps) {
+    store(word, exists ? ScaleWord(scales, word, num_groups) : 0);
   }
 }
 
