@@ -70,14 +70,18 @@ at_one_world_size = with_worlds([4])
 at_two_ranks = with_worlds([2])
 
 
+def first_devices(platform: str, count: int) -> list[jax.Device]:
+    """The first `count` devices; skips the test on a machine with fewer GPUs."""
+    devices = jax.devices(platform)
+    if platform == "cuda" and len(devices) < count:
+        pytest.skip(f"needs {count} GPUs, and JAX sees {len(devices)}")
+    return devices[:count]
+
+
 def make_mesh(
     platform: str, shape: tuple[int, ...], axes: tuple[str, ...], first: int = 0
 ) -> Mesh:
-    end = first + int(np.prod(shape))
-    devices = jax.devices(platform)
-    if platform == "cuda" and len(devices) < end:
-        pytest.skip(f"needs {end} GPUs, and JAX sees {len(devices)}")
-    devices = devices[first:end]
+    devices = first_devices(platform, first + int(np.prod(shape)))[first:]
     return jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=devices)
 
 
