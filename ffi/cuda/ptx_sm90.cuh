@@ -97,6 +97,18 @@ __device__ __forceinline__ void PrefetchL1(const void* global) {
   asm volatile("prefetch.global.L1 [%0];" : : "l"(global) : "memory");
 }
 
+// --- Flags between CTAs of a GPU
+
+__device__ __forceinline__ void StoreReleaseGpu(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t LoadAcquireGpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // --- Copies by the copy engines, which complete on an mbarrier.
 
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {

@@ -1,4 +1,4 @@
-#include <mutex>
+#include <algorithm>
 
 #include "../../error.h"
 #include "../launch.h"
@@ -31,35 +31,76 @@ void LaunchBoth(const CUtensorMap& x_map, const CUtensorMap& w_map, const GemmPa
   LaunchKernel<DecodeBf16, Output>(x_map, w_map, params, num_ctas, stream);  // the wide tiles
 }
 
+// Shapes without a GPU at hand: the workspace must be known when a program is lowered.
+constexpr int kMaxCtas = 144;
+constexpr int kMinPartWords = 6;  // stages of a part that are worth leaving and adding its sums
+
+struct Tiles {
+  int64_t padded_rows, padded_outputs, row_tiles, output_tiles, num_words;
+
+  Tiles(int64_t rows, int64_t num_outputs, int64_t num_columns)
+      : padded_rows(RoundUpTo(rows, kTileRows)),
+        padded_outputs(RoundUpTo(num_outputs, kTileOutputs)),
+        row_tiles(padded_rows / kTileRows),
+        output_tiles(padded_outputs / kTileOutputs),
+        num_words(RoundUpTo(num_columns, kTile) / kTile) {}
+
+  int64_t count() const { return row_tiles * output_tiles; }
+};
+
+// Splits what whole waves leave, unless that is nothing, nearly a wave, or too little work.
+TileSplit SplitTiles(const Tiles& tiles, int num_sms) {
+  const auto count = static_cast<int>(tiles.count());
+  const int left = count % num_sms;
+  const bool worth = left > 0 && left <= num_sms * 15 / 16 &&
+                     left * tiles.num_words >= int64_t{num_sms} * kMinPartWords;
+  if (!worth) return {count, 0, std::min(count, num_sms), nullptr, nullptr};
+  return {count - left, left, num_sms, nullptr, nullptr};
+}
+
+constexpr int64_t kFlagBytes = 2048;
+static_assert(kMaxCtas * kConsumers * sizeof(uint32_t) <= kFlagBytes);
+constexpr int64_t kPartialBytes = int64_t{kMaxCtas} * kConsumers * kPartialVectors * sizeof(float4);
+
 }  // namespace
 
 int64_t GemmSm90WorkspaceBytes(int64_t rows, int64_t num_outputs, int64_t num_columns) {
-  return PreparedScales::WorkspaceBytes(RoundUpTo(rows, kTileRows), num_columns) +
-         PreparedScales::WorkspaceBytes(RoundUpTo(num_outputs, kTileOutputs), num_columns);
+  const Tiles tiles(rows, num_outputs, num_columns);
+  return PreparedScales::WorkspaceBytes(tiles.padded_rows, num_columns) +
+         PreparedScales::WorkspaceBytes(tiles.padded_outputs, num_columns) + kFlagBytes +
+         kPartialBytes;
 }
 
 void LaunchGemmSm90(const MultiplyCall& call, void* workspace, cudaStream_t stream) {
   if (call.x.rows == 0 || call.w.rows == 0) return;
   const int64_t k = call.num_columns;
-  const int64_t rows = RoundUpTo(call.x.rows, kTileRows);
-  const int64_t outputs = RoundUpTo(call.w.rows, kTileOutputs);
-  const int64_t tiles = (rows / kTileRows) * (outputs / kTileOutputs);
-  Require(rows <= INT32_MAX && outputs <= INT32_MAX && k <= INT32_MAX && tiles <= INT32_MAX,
+  const Tiles tiles(call.x.rows, call.w.rows, k);
+  Require(tiles.padded_rows <= INT32_MAX && tiles.padded_outputs <= INT32_MAX &&
+              k <= INT32_MAX - kTile && tiles.count() <= INT32_MAX / 2,
           "an MXFP8 product of ", call.x.rows, " x ", call.w.rows, " x ", k, " is too large");
-  void* const w_workspace = static_cast<char*>(workspace) + PreparedScales::WorkspaceBytes(rows, k);
-  const GemmParams params{call,
-                          PreparedScales::At(workspace, rows, k),
-                          PreparedScales::At(w_workspace, outputs, k),
-                          static_cast<int>(RoundUpTo(k, kTile) / kTile),
-                          static_cast<int>(rows / kTileRows),
-                          static_cast<int>(outputs / kTileOutputs)};
-  LaunchPrepareScales(call.x, params.x, call.w, params.w, k, stream);
-
   int device = 0, num_sms = 0;
   CheckCuda(cudaGetDevice(&device), "cudaGetDevice");
   CheckCuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device),
             "cudaDeviceGetAttribute");
-  const int num_ctas = static_cast<int>(std::min<int64_t>(tiles, num_sms));
+  num_sms = std::min(num_sms, kMaxCtas);
+
+  auto* const flags = static_cast<uint32_t*>(workspace);
+  char* const partials = static_cast<char*>(workspace) + kFlagBytes;
+  char* const x_scales = partials + kPartialBytes;
+  char* const w_scales = x_scales + PreparedScales::WorkspaceBytes(tiles.padded_rows, k);
+  TileSplit split = SplitTiles(tiles, num_sms);
+  split.partials = reinterpret_cast<float4*>(partials);
+  split.are_here = flags;
+  const GemmParams params{call,
+                          PreparedScales::At(x_scales, tiles.padded_rows, k),
+                          PreparedScales::At(w_scales, tiles.padded_outputs, k),
+                          static_cast<int>(tiles.num_words),
+                          static_cast<int>(tiles.row_tiles),
+                          static_cast<int>(tiles.output_tiles),
+                          split};
+  LaunchPrepareScales(call.x, params.x, call.w, params.w, k, flags, kMaxCtas * kConsumers, stream);
+
+  const int num_ctas = split.num_ctas;
   const CUtensorMap x_map = MapOfBytes(call.x.values, call.x.rows, k, call.x.stride, kTileRows);
   const CUtensorMap w_map = MapOfBytes(call.w.values, call.w.rows, k, call.w.stride, kTileOutputs);
   switch (call.output) {

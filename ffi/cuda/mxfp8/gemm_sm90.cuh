@@ -175,17 +175,19 @@ __device__ __forceinline__ void Produce(const SharedMap& shared, const GemmParam
                                         const CUtensorMap* x_map, const CUtensorMap* w_map,
                                         TileSchedule schedule) {
   RingPosition<kStages> stage;
-  while (schedule.Next()) {
-    const uint32_t* x_words = params.x.words + schedule.row();
-    const uint32_t* w_words = params.w.words + schedule.output();
+  TilePart part;
+  for (int number = 0; schedule.Find(number, part); ++number) {
+    const int64_t first = part.begin;
+    const uint32_t* x_words = params.x.words + first * params.x.rows + part.row;
+    const uint32_t* w_words = params.w.words + first * params.w.rows + part.output;
 #pragma unroll 1  // 32 registers
-    for (int k = 0; k < params.num_words; ++k, stage.Advance()) {
+    for (int k = part.begin; k < part.end; ++k, stage.Advance()) {
       const int s = stage.index();
       const uint32_t full = shared.full(s);
       ptx::MbarrierWait(shared.empty(s), stage.parity() ^ 1);
       ptx::MbarrierArriveExpectTx(full, GemmShared::kStageBytes);
-      ptx::CopyTensor2d(shared.x(s), x_map, k * kTile, schedule.row(), full);
-      ptx::CopyTensor2d(shared.w(s), w_map, k * kTile, schedule.output(), full);
+      ptx::CopyTensor2d(shared.x(s), x_map, k * kTile, part.row, full);
+      ptx::CopyTensor2d(shared.w(s), w_map, k * kTile, part.output, full);
       ptx::CopyBulk(shared.x_words(s), x_words, sizeof(GemmShared::x_words[0]), full);
       ptx::CopyBulk(shared.w_words(s), w_words, sizeof(GemmShared::w_words[0]), full);
       x_words += params.x.rows;
@@ -219,9 +221,10 @@ __device__ __forceinline__ void DecodeW(const SharedMap& shared, const GemmParam
     __syncwarp();
     if (is_first_lane) ptx::MbarrierArrive(shared.decoded_full(out.previous_index()));
   };
-  while (schedule.Next()) {
-    const int base = Decoder::kIsFallback ? ScaleBase(params.w, schedule.output() + row) : 0;
-    for (int k = 0; k < params.num_words; ++k, stage.Advance()) {
+  TilePart part;
+  for (int number = 0; schedule.Find(number, part); ++number) {
+    const int base = Decoder::kIsFallback ? ScaleBase(params.w, part.output + row) : 0;
+    for (int left = part.end - part.begin; left > 0; --left, stage.Advance()) {
       ptx::MbarrierWait(shared.full(stage.index()), stage.parity());
       const uint32_t w = shared.w(stage.index());
       const uint32_t word = ptx::LoadShared32(shared.w_words(stage.index()) + row * 4);
@@ -270,32 +273,39 @@ __device__ __forceinline__ uint64_t DescribeDecoded(uint32_t decoded, int step) 
   return (uint64_t{kHigh} << 32) | (1u << 16) | ((decoded + 32 * step) >> 4);
 }
 
+// A consumer thread's first row in the tile; it also has those 8, 64 and 72 further on.
+__device__ __forceinline__ uint32_t FirstRow(uint32_t thread) {
+  return thread / 128 * 128 + thread / 32 % 4 * 16 + thread % 32 / 4;
+}
+
 // 128 rows of the tile: two blocks of 64, of which a thread has two rows each.
 template <class Decoder, class Output>
 __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParams& params,
                                         TileSchedule schedule, int thread) {
-  const uint32_t lane = ptx::Kept(thread % 32);
-  const uint32_t q = lane % 4;
-  // Row i (0..3) of this thread: block i / 2, upper or lower half of its 16.
-  const uint32_t first_row = ptx::Kept(thread / 32 % 4 * 16 + thread / 128 * 128 + lane / 4);
-  auto row_of = [&](int i) { return i / 2 * 64 + i % 2 * 8; };  // from the first
-  const uint32_t chunk = ptx::Kept(first_row * kTile + ((2 * q) ^ (first_row % 8)) * 16);
-  const uint32_t field = ptx::Kept(first_row * 4 + q);
+  const bool is_first_lane = thread % 32 == 0;
+  auto row_of = [](int i) { return i / 2 * 64 + i % 2 * 8; };  // from `FirstRow`
+  uint32_t chunk, field;  // the thread's first chunk of its first row; its byte of that row's word
+  {
+    const uint32_t row = FirstRow(thread), q = thread % 4;
+    chunk = ptx::Kept(row * kTile + ((2 * q) ^ (row % 8)) * 16);
+    field = ptx::Kept(row * 4 + q);
+  }
   RingPosition<kStages> stage;
   RingPosition<kDecodedStages> in;
-  while (schedule.Next()) {
+  TilePart part;
+  for (int number = 0; schedule.Find(number, part); ++number) {
     float sums[2][64];
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[b][i] = 0;
     }
-    TileFactors::Prefetch(params, schedule.row(), schedule.output(), thread);
+    TileFactors::Prefetch(params, part.row, part.output, thread);
     int bases[4] = {};
     if constexpr (Decoder::kIsFallback) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        bases[i] = ScaleBase(params.x, schedule.row() + first_row + row_of(i));
+        bases[i] = ScaleBase(params.x, part.row + FirstRow(thread) + row_of(i));
       }
     }
     uint32_t multipliers[4];
@@ -315,7 +325,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
     };
     load_multipliers();
     load_chunks(0);
-    for (int k = 0; k < params.num_words; ++k) {
+    for (int left = part.end - part.begin; left > 0; --left) {
 #pragma unroll
       for (int half = 0; half < 2; ++half, in.Advance()) {
         // Two batches of two k16 steps: one batch is decoded while the other multiplies.
@@ -346,31 +356,44 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
           } else if (batch == 1) {
             // Released after the last use of what was loaded, not after the loads were issued.
             __syncwarp();
-            if (lane == 0) ptx::MbarrierArrive(shared.empty(stage.index()));
+            if (is_first_lane) ptx::MbarrierArrive(shared.empty(stage.index()));
             stage.Advance();
-            if (k + 1 < params.num_words) {
+            if (left > 1) {
               load_multipliers();
               load_chunks(0);
             }
           }
           ptx::WgmmaWaitGroup<1>();
           if (batch == 0) {  // the last batch of the half before has just ended
-            const bool is_next = half > 0 || k > 0;
-            if (is_next && lane == 0) {
+            if (!in.IsFirst() && is_first_lane) {
               ptx::MbarrierArrive(shared.decoded_empty(in.previous_index()));
             }
           }
         }
       }
     }
-    const TileFactors factors(params, schedule.row(), schedule.output(), first_row, q);
+    // Derived again rather than kept through the main loop.
+    schedule.Locate(ptx::Kept(number), part);
+    const uint32_t again = ptx::Kept(thread);
+    const int first_row = FirstRow(again), q = again % 4, consumer = again / 128;
+    if (part.end < params.num_words) {
+      ptx::WgmmaWaitGroup<0>();
+      LeavePartial(params.split, consumer, again % 128, sums);
+      continue;
+    }
+    const TileFactors factors(params, part.row, part.output, first_row, q);
     ptx::WgmmaWaitGroup<0>();
-    if (lane == 0) ptx::MbarrierArrive(shared.decoded_empty(in.previous_index()));
-    StoreTile<Decoder::kIsFallback, Output>(params, factors, schedule.row(), schedule.output(),
-                                            first_row, q, sums);
+    if (part.begin > 0) {
+      const int first_cta = schedule.FirstCta(part);
+      for (int cta = blockIdx.x - 1; cta >= first_cta; --cta) {
+        AddPartial(params.split, cta, consumer, again % 128, sums);
+      }
+    }
+    StoreTile<Decoder::kIsFallback, Output>(params, factors, part.row, part.output, first_row, q,
+                                            sums);
     if constexpr (Decoder::kIsFallback) {
       ptx::BarrierSync(1, 256);  // the tile is stored
-      StoreFarOutputs<Output>(params, schedule.row(), schedule.output());
+      StoreFarOutputs<Output>(params, part.row, part.output);
     }
   }
 }

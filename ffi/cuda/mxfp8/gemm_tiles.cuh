@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../../numerics.h"
 #include "../ptx_sm90.cuh"
 #include "call.h"
 #include "scales.h"
@@ -17,11 +18,33 @@ inline constexpr int kTileOutputs = 128;
 // Tiles in flight share x and w through L2: 16 tiles of rows by eight of outputs is nearly square.
 inline constexpr int kGroupTiles = 16;
 
+// How tiles are spread over CTAs. Whole tiles come first, one each in turn. What is left would keep
+// only some CTAs busy, for the time of a whole tile: instead its stages, tile after tile, are cut
+// into equal parts, one for each CTA. A part that does not end its tile leaves its sums in the
+// workspace for the CTA that does. The cut depends on shapes only, so results are the same from run
+// to run.
+struct TileSplit {
+  int whole_tiles;     // the first tiles
+  int split_tiles;     // those after them
+  int num_ctas;        // of the grid
+  float4* partials;    // [num_ctas, kConsumers, 32, 128] sums, if tiles are split
+  uint32_t* are_here;  // [num_ctas, kConsumers]: 1 when the sums are; 0 when the kernel starts
+
+  // Where CTA `cta`'s part of the split tiles begins, in stages; it ends where the next begins.
+  HD int64_t PartBegin(int cta, int num_words) const {
+    return int64_t{split_tiles} * num_words * cta / num_ctas;
+  }
+};
+
+inline constexpr int kConsumers = 2;              // warpgroups that multiply
+inline constexpr int kPartialVectors = 32 * 128;  // float4 of a consumer's sums
+
 struct GemmParams {
   MultiplyCall call;
   PreparedScales x, w;
-  int num_words;  // ceil(K / 128)
+  int num_words;  // ceil(K / 128), the stages of a tile
   int row_tiles, output_tiles;
+  TileSplit split;
 };
 
 // Blocks of 32 rows that are not near make their whole tile go through the fallback.
@@ -43,51 +66,114 @@ __device__ __forceinline__ bool AnyBlockIsWide(const GemmParams& params) {
   return any;
 }
 
-// Every role of a CTA walks the same tiles. Where some are for the other kernel, CTAs take turns at
-// those that are left: a fixed stride would give all of a row of tiles to a few CTAs.
+// A tile, or a part of its stages.
+struct TilePart {
+  int row, output;      // of the tile's first value
+  int begin, end;       // stages
+  int64_t split_begin;  // where the tile begins among the stages of split tiles
+};
+
+// The parts of one CTA, by number; every role of it walks the same ones. All is derived from the
+// number, so that a role has to remember nothing else beside its main loop.
 class TileSchedule {
  public:
   __device__ TileSchedule(const GemmParams& params, bool has_wide, bool is_fallback)
       : params_(params), has_wide_(has_wide), is_fallback_(is_fallback) {}
 
-  __device__ bool Next() {
-    const int num_tiles = params_.row_tiles * params_.output_tiles;
-    if (!has_wide_) {
-      tile_ = tile_ < 0 ? blockIdx.x : tile_ + gridDim.x;
-      if (tile_ >= num_tiles) return false;
-      Locate();
-      return true;
-    }
-    while (++tile_ < num_tiles) {
-      Locate();
-      const bool is_wide =
-          AnyWide(params_.x.classes, row_ / kBlockRows, kTileRows / kBlockRows) ||
-          AnyWide(params_.w.classes, output_ / kBlockRows, kTileOutputs / kBlockRows);
-      if (is_wide != is_fallback_) continue;
-      const bool is_mine = turn_ == blockIdx.x;
-      turn_ = turn_ + 1 == gridDim.x ? 0 : turn_ + 1;
-      if (is_mine) return true;
+  // Sets `part` to the first one from `number` on that is this kernel's, and `number` to its
+  // number.
+  __device__ bool Find(int& number, TilePart& part) const {
+    for (; Locate(number, part); ++number) {
+      const bool is_empty = part.begin >= part.end;
+      if (!is_empty && (!has_wide_ || IsWide(part) == is_fallback_)) return true;
     }
     return false;
   }
 
-  __device__ int row() const { return row_; }
-  __device__ int output() const { return output_; }
+  // Of a CTA's two parts of split tiles, the one that others wait for comes first: the beginning of
+  // the second tile. So nobody waits for a CTA that is waiting.
+  __device__ bool Locate(int number, TilePart& part) const {
+    const TileSplit& split = params_.split;
+    const int num_words = params_.num_words;
+    const int cta = blockIdx.x;
+    const int num_whole = cta < split.whole_tiles
+                              ? (split.whole_tiles - 1 - cta) / static_cast<int>(gridDim.x) + 1
+                              : 0;
+    int tile = cta + number * static_cast<int>(gridDim.x);
+    part.begin = 0;
+    part.end = num_words;
+    if (number >= num_whole) {
+      if (split.split_tiles == 0 || number > num_whole + 1) return false;
+      const bool is_second = number == num_whole;
+      const int64_t first = split.PartBegin(cta, num_words);
+      const int64_t last = split.PartBegin(cta + 1, num_words);
+      const int split_tile = static_cast<int>(first / num_words) + (is_second ? 1 : 0);
+      part.split_begin = int64_t{split_tile} * num_words;
+      part.begin = static_cast<int>(max(first - part.split_begin, int64_t{0}));
+      part.end = static_cast<int>(min(last - part.split_begin, int64_t{num_words}));
+      tile = split.whole_tiles + split_tile;
+    }
+    const int band_tiles = kGroupTiles * params_.output_tiles;
+    const int band = tile / band_tiles, within = tile % band_tiles;
+    const int height = min(params_.row_tiles - band * kGroupTiles, kGroupTiles);
+    part.row = (band * kGroupTiles + within % height) * kTileRows;
+    part.output = within / height * kTileOutputs;
+    return true;
+  }
+
+  // The first CTA with a part of this split tile: all up to this one have some.
+  __device__ int FirstCta(const TilePart& part) const {
+    int cta = blockIdx.x;
+    while (params_.split.PartBegin(cta, params_.num_words) > part.split_begin) --cta;
+    return cta;
+  }
 
  private:
-  __device__ void Locate() {
-    const int band_tiles = kGroupTiles * params_.output_tiles;
-    const int band = tile_ / band_tiles, within = tile_ % band_tiles;
-    const int height = min(params_.row_tiles - band * kGroupTiles, kGroupTiles);
-    row_ = (band * kGroupTiles + within % height) * kTileRows;
-    output_ = within / height * kTileOutputs;
+  __device__ bool IsWide(const TilePart& part) const {
+    return AnyWide(params_.x.classes, part.row / kBlockRows, kTileRows / kBlockRows) ||
+           AnyWide(params_.w.classes, part.output / kBlockRows, kTileOutputs / kBlockRows);
   }
 
   const GemmParams& params_;
   bool has_wide_, is_fallback_;
-  int tile_ = -1, row_ = 0, output_ = 0;
-  unsigned turn_ = 0;
 };
+
+// --- Sums of split tiles
+
+// Leaves a consumer's sums for the CTA that ends the tile.
+__device__ __forceinline__ void LeavePartial(const TileSplit& split, int consumer, int thread,
+                                             const float (&sums)[2][64]) {
+  const int slot = blockIdx.x * kConsumers + consumer;
+  float4* const partial = split.partials + int64_t{slot} * kPartialVectors + thread;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float* const s = sums[i / 16] + i % 16 * 4;
+    __stcg(partial + i * 128, float4{s[0], s[1], s[2], s[3]});
+  }
+  __threadfence();
+  ptx::BarrierSync(2 + consumer, 128);
+  if (thread == 0) ptx::StoreReleaseGpu(split.are_here + slot, 1);  // pairs with AddPartial
+}
+
+// Adds what CTA `cta` left.
+__device__ __forceinline__ void AddPartial(const TileSplit& split, int cta, int consumer,
+                                           int thread, float (&sums)[2][64]) {
+  const int slot = cta * kConsumers + consumer;
+  if (thread == 0) {
+    while (ptx::LoadAcquireGpu(split.are_here + slot) == 0) __nanosleep(64);
+  }
+  ptx::BarrierSync(2 + consumer, 128);
+  const float4* const partial = split.partials + int64_t{slot} * kPartialVectors + thread;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float4 other = __ldcg(partial + i * 128);
+    float* const s = sums[i / 16] + i % 16 * 4;
+    s[0] += other.x;
+    s[1] += other.y;
+    s[2] += other.z;
+    s[3] += other.w;
+  }
+}
 
 // --- Outputs
 

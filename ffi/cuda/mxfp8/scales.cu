@@ -59,7 +59,11 @@ struct Range {
 
 // A lane is a row: the warp writes one word of 32 rows at a time.
 __global__ void __launch_bounds__(32 * kWarps)
-    PrepareScalesKernel(const Side x, const Side w, int x_blocks, int num_columns) {
+    PrepareScalesKernel(const Side x, const Side w, int x_blocks, int num_columns, uint32_t* flags,
+                        int num_flags) {
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < num_flags; i += blockDim.x) flags[i] = 0;
+  }
   const bool is_x = blockIdx.x < x_blocks;
   const Side side = is_x ? x : w;
   const int block = is_x ? blockIdx.x : blockIdx.x - x_blocks;
@@ -203,12 +207,12 @@ PreparedScales PreparedScales::At(void* workspace, int64_t rows, int64_t num_col
 }
 
 void LaunchPrepareScales(const Operand& x, const PreparedScales& prepared_x, const Operand& w,
-                         const PreparedScales& prepared_w, int64_t num_columns,
-                         cudaStream_t stream) {
+                         const PreparedScales& prepared_w, int64_t num_columns, uint32_t* flags,
+                         int num_flags, cudaStream_t stream) {
   const int x_blocks = static_cast<int>(prepared_x.rows / kBlockRows);
   const int w_blocks = static_cast<int>(prepared_w.rows / kBlockRows);
   PrepareScalesKernel<<<x_blocks + w_blocks, 32 * kWarps, 0, stream>>>(
-      {x, prepared_x}, {w, prepared_w}, x_blocks, static_cast<int>(num_columns));
+      {x, prepared_x}, {w, prepared_w}, x_blocks, static_cast<int>(num_columns), flags, num_flags);
   CheckCuda(cudaGetLastError(), "PrepareScalesKernel");
 }
 

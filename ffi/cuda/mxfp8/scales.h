@@ -41,8 +41,9 @@ struct PreparedScales {
   static PreparedScales At(void* workspace, int64_t rows, int64_t num_columns);
 };
 
+// Also sets `num_flags` flags to 0.
 void LaunchPrepareScales(const Operand& x, const PreparedScales& prepared_x, const Operand& w,
-                         const PreparedScales& prepared_w, int64_t num_columns,
-                         cudaStream_t stream);
+                         const PreparedScales& prepared_w, int64_t num_columns, uint32_t* flags,
+                         int num_flags, cudaStream_t stream);
 
 }  // namespace jax_pcie::cuda::mxfp8
