@@ -18,48 +18,59 @@ constexpr int kThreads = 256;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint32_t kOneScale = 127, kNanScale = 255;
 
-// Eight values as fp32, widened exactly.
+// Eight values as they are in memory: a lane holds several before it looks at any.
+struct Raw16 {
+  uint4 words;
+};
+struct Raw32 {
+  float4 low, high;
+};
+
+__device__ __forceinline__ Raw16 Load(const __nv_bfloat16* x) {
+  return {__ldcs(reinterpret_cast<const uint4*>(x))};
+}
+__device__ __forceinline__ Raw16 Load(const __half* x) {
+  return {__ldcs(reinterpret_cast<const uint4*>(x))};
+}
+__device__ __forceinline__ Raw32 Load(const float* x) {
+  return {__ldcs(reinterpret_cast<const float4*>(x)),
+          __ldcs(reinterpret_cast<const float4*>(x) + 1)};
+}
+
+// The same as fp32, widened exactly.
 struct Lane {
   float values[kLaneValues];
 };
 
-__device__ __forceinline__ Lane Widened(const __nv_bfloat16* x) {
-  const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(x));
-  const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
+template <class Input>
+__device__ __forceinline__ Lane Widened(const Raw16& raw) {
+  const uint32_t words[] = {raw.words.x, raw.words.y, raw.words.z, raw.words.w};
   Lane lane;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    lane.values[2 * i] = __uint_as_float(words[i] << 16);
-    lane.values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000);
-  }
-  return lane;
-}
-
-__device__ __forceinline__ Lane Widened(const __half* x) {
-  const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(x));
-  const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
-  Lane lane;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    float2 pair;
+    if constexpr (std::is_same_v<Input, __half>) {
+      pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    } else {
+      pair = {__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000)};
+    }
     lane.values[2 * i] = pair.x;
     lane.values[2 * i + 1] = pair.y;
   }
   return lane;
 }
 
-__device__ __forceinline__ Lane Widened(const float* x) {
-  const float4 low = __ldcs(reinterpret_cast<const float4*>(x));
-  const float4 high = __ldcs(reinterpret_cast<const float4*>(x) + 1);
-  return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+template <class Input>
+__device__ __forceinline__ Lane Widened(const Raw32& raw) {
+  return {raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
+          raw.high.x, raw.high.y, raw.high.z, raw.high.w};
 }
 
 // The smallest power of two with which `amax` (fp32 bits, finite) fits into 448, as a scale byte.
 __device__ __forceinline__ uint32_t ScaleByte(uint32_t amax) {
-  if (amax == 0) return kOneScale;
   // 448 is 1.75 * 2^8: a larger fraction than .75 carries into the next octave.
   const int octave = static_cast<int>((amax + 0x1fffff) >> 23);
-  return max(octave - 8, 0);
+  return amax == 0 ? kOneScale : max(octave - 8, 0);
 }
 
 // Two E4M3 bytes of finite values or NaN, which becomes 0x7f.
@@ -67,7 +78,7 @@ __device__ __forceinline__ uint32_t E4m3Pair(float first, float second) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
   return ptx::CvtE4m3x2F32(first, second);
 #else
-  const auto encode = [](float v) { return IsNan(v) ? kE4m3Nan : E4m3FromFloat(v); };
+  const auto encode = [](float v) { return uint32_t{IsNan(v) ? kE4m3Nan : E4m3FromFloat(v)}; };
   return encode(first) | encode(second) << 8;
 #endif
 }
@@ -104,29 +115,25 @@ __device__ __forceinline__ uint2 Encoded(Lane lane, uint32_t* scale) {
   return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 
+// `kUnits` consecutive units of a row a warp; their scale bytes, which are 8 a unit, are collected
+// and stored together, because bytes stored unit by unit cost as much as the values.
 template <class Input, int kScaleGroup, int kUnits>
 __global__ void __launch_bounds__(kThreads)
-    QuantizeKernel(const Input* __restrict__ x, QuantizeCall call, int units_per_row) {
-  const int lane = threadIdx.x % 32;
-  const int64_t warp = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
-  const int64_t first_unit = warp * kUnits;
-  int64_t row = first_unit / units_per_row;
-  int unit = static_cast<int>(first_unit % units_per_row);
+    QuantizeKernel(const Input* __restrict__ x, QuantizeCall call, uint32_t warps_per_row) {
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  const uint32_t row = warp / warps_per_row;
   if (row >= call.rows) return;
+  const uint32_t first = (warp - row * warps_per_row) * (kUnits * kUnitValues);
+  const auto num_columns = static_cast<uint32_t>(call.columns);
+  const Input* const from = x + int64_t{row} * num_columns + first + lane * kLaneValues;
 
-  int64_t rows[kUnits];
-  int columns[kUnits];
-  Lane lanes[kUnits];
+  decltype(Load(x)) raw[kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    rows[i] = row;
-    columns[i] = unit * kUnitValues + lane * kLaneValues;
-    const bool exists = row < call.rows && columns[i] < call.columns;
-    lanes[i] = exists ? Widened(x + row * call.columns + columns[i]) : Lane{};
-    if (!exists) columns[i] = -1;
-    if (++unit == units_per_row) {
-      unit = 0;
-      ++row;
+    raw[i] = {};
+    if (first + i * kUnitValues + lane * kLaneValues < num_columns) {
+      raw[i] = Load(from + i * kUnitValues);
     }
   }
   int64_t start = call.first_column;
@@ -136,37 +143,41 @@ __global__ void __launch_bounds__(kThreads)
     is_misplaced = column < 0;
     start = is_misplaced ? ~column : column;
   }
+  const int64_t at = int64_t{row} * call.stride + start + first;
+  uint8_t* const values = call.values + at + lane * kLaneValues;
+  uint32_t own_scale = 0;  // lane 8 u + g: group g of unit u
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     uint32_t scale;
-    const uint2 bytes = Encoded<kScaleGroup>(lanes[i], &scale);
-    if (columns[i] < 0) continue;
-    const int64_t at = rows[i] * call.stride + start + columns[i];
-    *reinterpret_cast<uint2*>(call.values + at) = bytes;
-    if (lane % 4 == 0) {
-      call.scales[at / kGroup] = static_cast<uint8_t>(is_misplaced ? kNanScale : scale);
+    const uint2 bytes = Encoded<kScaleGroup>(Widened<Input>(raw[i]), &scale);
+    if (first + i * kUnitValues + lane * kLaneValues < num_columns) {
+      *reinterpret_cast<uint2*>(values + i * kUnitValues) = bytes;
     }
+    scale = __shfl_sync(0xffffffff, scale, lane % 8 * 4);
+    if (lane / 8 == i) own_scale = scale;
+  }
+  if (lane < 8 * kUnits && first + lane * kGroup < num_columns) {
+    call.scales[at / kGroup + lane] = static_cast<uint8_t>(is_misplaced ? kNanScale : own_scale);
   }
 }
 
 template <class Input, int kScaleGroup>
 void LaunchGroup(const QuantizeCall& call, cudaStream_t stream) {
-  const int64_t units_per_row = (call.columns + kUnitValues - 1) / kUnitValues;
-  const int64_t num_units = call.rows * units_per_row;
-  constexpr int kWarps = kThreads / 32;
   const auto launch = [&]<int kUnits>() {
-    const int64_t num_ctas = (num_units + kUnits * kWarps - 1) / (kUnits * kWarps);
-    Require(num_ctas <= INT32_MAX, "an array of ", call.rows, " x ", call.columns,
-            " is more than one call can quantise");
+    constexpr int64_t kWarpValues = kUnits * kUnitValues, kWarps = kThreads / 32;
+    const int64_t warps_per_row = (call.columns + kWarpValues - 1) / kWarpValues;
+    const int64_t num_ctas = (call.rows * warps_per_row + kWarps - 1) / kWarps;
+    Require(num_ctas * kWarps <= UINT32_MAX && call.columns <= INT32_MAX, "an array of ", call.rows,
+            " x ", call.columns, " is more than one call can quantise");
     QuantizeKernel<Input, kScaleGroup, kUnits>
         <<<static_cast<unsigned>(num_ctas), kThreads, 0, stream>>>(
-            static_cast<const Input*>(call.x), call, static_cast<int>(units_per_row));
+            static_cast<const Input*>(call.x), call, static_cast<uint32_t>(warps_per_row));
   };
   // Four loads in flight a lane where there is work for all; few rows are spread as thinly as can
   // be.
-  constexpr int64_t kManyUnits = 132 * 64 * 4;
-  if (num_units >= kManyUnits) {
-    launch.template operator()<sizeof(Input) == 2 ? 4 : 2>();
+  constexpr int64_t kManyValues = int64_t{132} * 64 * 4 * kUnitValues;
+  if (call.rows * call.columns >= kManyValues) {
+    launch.template operator()<4>();
   } else {
     launch.template operator()<1>();
   }
