@@ -83,9 +83,8 @@ __device__ __forceinline__ uint2 Decoded(uint32_t word, uint32_t multiplier) {
 
 // --- Shared memory
 
-inline constexpr int kStages = 3;        // of MXFP8, 128 columns each
-inline constexpr int kDecodedSlots = 8;  // of w as 16-bit values, 32 columns each
-inline constexpr int kSlotColumns = 32;  // two k16 steps: a batch of products
+inline constexpr int kStages = 3;         // of MXFP8, 128 columns each
+inline constexpr int kDecodedStages = 4;  // of w as 16-bit values, 64 columns each
 inline constexpr int kThreads = 512;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kDecoderWarps = 4;
@@ -93,11 +92,11 @@ inline constexpr int kDecoderWarps = 4;
 struct alignas(1024) GemmShared {
   uint8_t x[kStages][kTileRows][kTile];
   uint8_t w[kStages][kTileOutputs][kTile];
-  uint16_t decoded[kDecodedSlots][kTileOutputs][kSlotColumns];
+  uint16_t decoded[kDecodedStages][kTileOutputs][kTile / 2];
   uint32_t x_words[kStages][kTileRows];
   uint32_t w_words[kStages][kTileOutputs];
   uint64_t full[kStages], empty[kStages];
-  uint64_t decoded_full[kDecodedSlots], decoded_empty[kDecodedSlots];
+  uint64_t decoded_full[kDecodedStages], decoded_empty[kDecodedStages];
 
   static constexpr uint32_t kStageBytes = (kTileRows + kTileOutputs) * (kTile + sizeof(uint32_t));
 };
@@ -110,9 +109,7 @@ class SharedMap {
 
   __device__ uint32_t x(int stage) const { return At<kTileRows * kTile>(kX, stage); }
   __device__ uint32_t w(int stage) const { return At<kTileOutputs * kTile>(kW, stage); }
-  __device__ uint32_t decoded(int slot) const {
-    return At<kTileOutputs * kSlotColumns * 2>(kDecoded, slot);
-  }
+  __device__ uint32_t decoded(int slot) const { return At<kTileOutputs * kTile>(kDecoded, slot); }
   __device__ uint32_t x_words(int stage) const { return At<kTileRows * 4>(kXWords, stage); }
   __device__ uint32_t w_words(int stage) const { return At<kTileOutputs * 4>(kWWords, stage); }
   __device__ uint32_t full(int stage) const { return At<8>(kFull, stage); }
@@ -206,22 +203,19 @@ __device__ __forceinline__ int ScaleBase(const PreparedScales& side, int row) {
   return (side.references[row] & 0xff) - kReferenceField;
 }
 
-// A thread is a row of w's tile. A slot is announced when the next has been decoded, just before
-// that is stored: by then the fence finds its stores done and does not wait for them.
+// A thread is a row of w's tile. Half a stage is announced when the next has been decoded, just
+// before that is stored: by then the fence finds its stores done and does not wait for them.
 template <class Decoder>
 __device__ __forceinline__ void DecodeW(const SharedMap& shared, const GemmParams& params,
                                         TileSchedule schedule, int thread) {
   const uint32_t row = ptx::Kept(thread);
-  // 16-byte chunk 2 i of this row's bytes, under the 128-byte swizzle; ^ 16 makes it chunk 2 i + 1.
+  // 16-byte chunk 2 i of this row, under the 128-byte swizzle; ^ 16 makes it chunk 2 i + 1.
   uint32_t chunks[4];
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) chunks[i] = ptx::Kept(row * kTile + ((2 * i) ^ (row % 8)) * 16);
-  // Likewise chunk 0 of a slot's row of 64 bytes, under the 64-byte swizzle; ^ 16 c makes it chunk
-  // c.
-  const uint32_t slot_chunk = ptx::Kept(row * (kSlotColumns * 2) + row / 2 % 4 * 16);
   const bool is_first_lane = row % 32 == 0;
   RingPosition<kStages> stage;
-  RingPosition<kDecodedSlots> out;
+  RingPosition<kDecodedStages> out;
   auto announce_previous = [&] {
     ptx::FenceProxyAsync();
     __syncwarp();
@@ -243,28 +237,28 @@ __device__ __forceinline__ void DecodeW(const SharedMap& shared, const GemmParam
         multipliers[q] = Decoder::Multiplier(word >> (8 * q) & 0xff, base);
       }
 #pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter, out.Advance()) {
-        uint2 decoded[2][4];  // [step, group]
+      for (int half = 0; half < 2; ++half, out.Advance()) {
+        uint2 decoded[4][4];  // [step, group]
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          const uint4& group = groups[q];
-          decoded[0][q] = Decoded<Decoder>(quarter % 2 ? group.z : group.x, multipliers[q]);
-          decoded[1][q] = Decoded<Decoder>(quarter % 2 ? group.w : group.y, multipliers[q]);
+          decoded[0][q] = Decoded<Decoder>(groups[q].x, multipliers[q]);
+          decoded[1][q] = Decoded<Decoder>(groups[q].y, multipliers[q]);
+          decoded[2][q] = Decoded<Decoder>(groups[q].z, multipliers[q]);
+          decoded[3][q] = Decoded<Decoder>(groups[q].w, multipliers[q]);
         }
-        if (quarter == 1) {
+        if (half == 0) {
 #pragma unroll
           for (int q = 0; q < 4; ++q) groups[q] = ptx::LoadShared128(w + (chunks[q] ^ 16));
         }
         if (!out.IsFirst()) announce_previous();
-        if (quarter == 3 && is_first_lane) ptx::MbarrierArrive(shared.empty(stage.index()));
+        if (half == 1 && is_first_lane) ptx::MbarrierArrive(shared.empty(stage.index()));
         ptx::MbarrierWait(shared.decoded_empty(out.index()), out.parity() ^ 1);
         const uint32_t to = shared.decoded(out.index());
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
+        for (int step = 0; step < 4; ++step) {
           const auto& d = decoded[step];
-          const uint32_t low = to + (slot_chunk ^ (32 * step));
-          ptx::StoreShared128(low, {d[0].x, d[1].x, d[2].x, d[3].x});
-          ptx::StoreShared128(low ^ 16, {d[0].y, d[1].y, d[2].y, d[3].y});
+          ptx::StoreShared128(to + chunks[step], {d[0].x, d[1].x, d[2].x, d[3].x});
+          ptx::StoreShared128(to + (chunks[step] ^ 16), {d[0].y, d[1].y, d[2].y, d[3].y});
         }
       }
     }
@@ -272,11 +266,11 @@ __device__ __forceinline__ void DecodeW(const SharedMap& shared, const GemmParam
   if (!out.IsFirst()) announce_previous();
 }
 
-// Describes a slot to the tensor cores, from its k16 step on: rows of 64 bytes, 64-byte swizzle,
-// 512 bytes from eight rows to the next.
-__device__ __forceinline__ uint64_t DescribeSlot(uint32_t slot, int step) {
-  constexpr uint32_t kHigh = (512 >> 4) | (2u << 30);
-  return (uint64_t{kHigh} << 32) | (1u << 16) | ((slot + 32 * step) >> 4);
+// Describes a decoded tile to the tensor cores, from its k16 step on: rows of 128 bytes, 128-byte
+// swizzle, 1024 bytes from eight rows to the next.
+__device__ __forceinline__ uint64_t DescribeDecoded(uint32_t decoded, int step) {
+  constexpr uint32_t kHigh = (1024 >> 4) | (1u << 30);
+  return (uint64_t{kHigh} << 32) | (1u << 16) | ((decoded + 32 * step) >> 4);
 }
 
 // A consumer thread's first row in the tile; it also has those 8, 64 and 72 further on.
@@ -297,7 +291,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
     field = ptx::Kept(row * 4 + q);
   }
   RingPosition<kStages> stage;
-  RingPosition<kDecodedSlots> in;
+  RingPosition<kDecodedStages> in;
   TilePart part;
   for (int number = 0; schedule.Find(number, part); ++number) {
     float sums[2][64];
@@ -333,10 +327,10 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
     load_chunks(0);
     for (int left = part.end - part.begin; left > 0; --left) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // Batches of two k16 steps: one is decoded while the other multiplies.
+      for (int half = 0; half < 2; ++half, in.Advance()) {
+        // Two batches of two k16 steps: one batch is decoded while the other multiplies.
 #pragma unroll
-        for (int batch = 0; batch < 2; ++batch, in.Advance()) {
+        for (int batch = 0; batch < 2; ++batch) {
           uint32_t fragments[2][2][4];  // [step, block, register]
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
@@ -348,11 +342,11 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
               fragments[step][i / 2][i % 2 + 2] = values.y;
             }
           }
-          ptx::MbarrierWait(shared.decoded_full(in.index()), in.parity());
+          if (batch == 0) ptx::MbarrierWait(shared.decoded_full(in.index()), in.parity());
           ptx::WgmmaFence();
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
-            const uint64_t w = DescribeSlot(shared.decoded(in.index()), step);
+            const uint64_t w = DescribeDecoded(shared.decoded(in.index()), 2 * batch + step);
 #pragma unroll
             for (int b = 0; b < 2; ++b) Decoder::Multiply(sums[b], fragments[step][b], w);
           }
@@ -370,8 +364,10 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
             }
           }
           ptx::WgmmaWaitGroup<1>();
-          if (!in.IsFirst() && is_first_lane) {  // the batch before has just ended
-            ptx::MbarrierArrive(shared.decoded_empty(in.previous_index()));
+          if (batch == 0) {  // the last batch of the half before has just ended
+            if (!in.IsFirst() && is_first_lane) {
+              ptx::MbarrierArrive(shared.decoded_empty(in.previous_index()));
+            }
           }
         }
       }
@@ -420,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::MbarrierInit(shared.full(i), 1);
       ptx::MbarrierInit(shared.empty(i), kConsumerWarps + kDecoderWarps);
     }
-    for (int i = 0; i < kDecodedSlots; ++i) {
+    for (int i = 0; i < kDecodedStages; ++i) {
       ptx::MbarrierInit(shared.decoded_full(i), kDecoderWarps);
       ptx::MbarrierInit(shared.decoded_empty(i), kConsumerWarps);
     }
