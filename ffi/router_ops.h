@@ -1,36 +1,26 @@
 // The router's ops: what the buffers and attributes of a gather and of a selection must be.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "error.h"
 #include "ops.h"
-#include "topk.h"
+#include "router_calls.h"
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_pcie::Scoring);
 
 namespace jax_pcie {
 
-constexpr int kMaxArrays = 2;  // that one gather moves
-
-// An array whose rows all ranks put side by side: [rows, row] -> [rows, world size, row].
-struct GatherCall {
-  const void* x;
-  void* y;
-  int64_t num_rows, row_bytes;
-
-  static GatherCall Checked(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, int world_size) {
-    Require(x.dimensions().size() >= 2 && x.dimensions()[0] > 0,
-            "a gather takes arrays of at least one row, not of rank ", x.dimensions().size());
-    Require(y.size_bytes() == x.size_bytes() * world_size, "a gather of ", x.size_bytes(),
-            " bytes from each of ", world_size, " ranks does not make ", y.size_bytes());
-    const int64_t num_rows = x.dimensions()[0];
-    return {x.untyped_data(), y.untyped_data(), num_rows,
-            static_cast<int64_t>(x.size_bytes()) / num_rows};
-  }
-};
+inline GatherCall CheckedGather(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, int world_size) {
+  Require(x.dimensions().size() >= 2 && x.dimensions()[0] > 0,
+          "a gather takes arrays of at least one row, not of rank ", x.dimensions().size());
+  Require(y.size_bytes() == x.size_bytes() * world_size, "a gather of ", x.size_bytes(),
+          " bytes from each of ", world_size, " ranks does not make ", y.size_bytes());
+  const int64_t num_rows = x.dimensions()[0];
+  return {x.untyped_data(), y.untyped_data(), num_rows,
+          static_cast<int64_t>(x.size_bytes()) / num_rows};
+}
 
 // One array of each pair of an operand and a result; what follows them are tokens.
 inline std::vector<GatherCall> CheckedGathers(const ffi::RemainingArgs& args,
@@ -43,7 +33,7 @@ inline std::vector<GatherCall> CheckedGathers(const ffi::RemainingArgs& args,
     const auto x = args.get<ffi::AnyBuffer>(i);
     const auto y = rets.get<ffi::AnyBuffer>(i);
     Require(x.has_value() && y.has_value(), "a gather lacks its array ", i);
-    calls.push_back(GatherCall::Checked(*x, **y, world_size));
+    calls.push_back(CheckedGather(*x, **y, world_size));
   }
   return calls;
 }
@@ -61,47 +51,40 @@ inline int64_t GroupOf(const ffi::Dictionary& attributes) {
   return id.has_value() ? *id : -1;
 }
 
-// Experts chosen from whole rows of logits, which are the operand's or what the gather makes.
-struct RouteCall {
-  const float* bias;  // [experts] or null
-  float* weights;     // [rows, k]
-  int32_t* ids;       // [rows, k]
-  int64_t num_rows;
-  RouteRule rule;
-
-  // `logits` has `parts` of the row's experts in it: one rank's, or all of them.
-  static RouteCall Checked(const ffi::AnyBuffer& logits, int parts, const ffi::RemainingArgs& rest,
-                           const ffi::AnyBuffer& weights, const ffi::AnyBuffer& ids,
-                           const ffi::Dictionary& attributes) {
-    Require(logits.dimensions().size() == 2, "logits have rank ", logits.dimensions().size(),
-            ", not 2");
-    const int64_t num_rows = logits.dimensions()[0];
-    const int64_t num_experts = logits.dimensions()[1] * parts;
-    Require(num_experts <= INT32_MAX / 2, num_experts, " experts are too many");
-    const RouteRule rule{static_cast<int>(num_experts),
-                         Attribute<int32_t>(attributes, "k"),
-                         Attribute<Scoring>(attributes, "scoring"),
-                         Attribute<int32_t>(attributes, "n_group"),
-                         Attribute<int32_t>(attributes, "topk_group"),
-                         Attribute<bool>(attributes, "has_bias"),
-                         Attribute<bool>(attributes, "renormalize"),
-                         Attribute<float>(attributes, "routed_scaling_factor")};
-    rule.Check();
-    const float* bias = nullptr;
-    if (rule.has_bias) {
-      const auto buffer = rest.get<ffi::AnyBuffer>(0);
-      Require(buffer.has_value() && buffer->element_type() == ffi::F32 &&
-                  static_cast<int64_t>(buffer->element_count()) == num_experts,
-              "the bias is not float32 of ", num_experts, " experts");
-      bias = buffer->typed_data<float>();
-    }
-    const int64_t chosen = num_rows * rule.num_chosen;
-    Require(weights.element_type() == ffi::F32 && ids.element_type() == ffi::S32 &&
-                static_cast<int64_t>(weights.element_count()) == chosen &&
-                static_cast<int64_t>(ids.element_count()) == chosen,
-            "weights and ids are not float32 and int32 of ", chosen, " values");
-    return {bias, weights.typed_data<float>(), ids.typed_data<int32_t>(), num_rows, rule};
+// `logits` has one of `parts` equal parts of the rows' experts in it. `rest` begins with the bias,
+// if there is one.
+inline RouteCall CheckedRoute(const ffi::AnyBuffer& logits, int parts,
+                              const ffi::RemainingArgs& rest, const ffi::AnyBuffer& weights,
+                              const ffi::AnyBuffer& ids, const ffi::Dictionary& attributes) {
+  Require(logits.dimensions().size() == 2, "logits have rank ", logits.dimensions().size(),
+          ", not 2");
+  const int64_t num_rows = logits.dimensions()[0];
+  const int64_t num_experts = logits.dimensions()[1] * parts;
+  Require(num_experts <= INT32_MAX / 2, num_experts, " experts are too many");
+  const RouteRule rule{static_cast<int>(num_experts),
+                       Attribute<int32_t>(attributes, "k"),
+                       Attribute<Scoring>(attributes, "scoring"),
+                       Attribute<int32_t>(attributes, "n_group"),
+                       Attribute<int32_t>(attributes, "topk_group"),
+                       Attribute<bool>(attributes, "has_bias"),
+                       Attribute<bool>(attributes, "renormalize"),
+                       Attribute<float>(attributes, "routed_scaling_factor")};
+  rule.Check();
+  const float* bias = nullptr;
+  if (rule.has_bias) {
+    const auto buffer = rest.get<ffi::AnyBuffer>(0);
+    Require(buffer.has_value() && buffer->element_type() == ffi::F32 &&
+                static_cast<int64_t>(buffer->element_count()) == num_experts,
+            "the bias is not float32 of ", num_experts, " experts");
+    bias = buffer->typed_data<float>();
   }
-};
+  const int64_t chosen = num_rows * rule.num_chosen;
+  Require(weights.element_type() == ffi::F32 && ids.element_type() == ffi::S32 &&
+              static_cast<int64_t>(weights.element_count()) == chosen &&
+              static_cast<int64_t>(ids.element_count()) == chosen,
+          "weights and ids are not float32 and int32 of ", chosen, " values");
+  return {logits.untyped_data(),     bias,     weights.typed_data<float>(),
+          ids.typed_data<int32_t>(), num_rows, rule};
+}
 
 }  // namespace jax_pcie

@@ -36,6 +36,7 @@ void GatherForAll(const std::vector<RankBuffers>& buffers, int index, int64_t nu
   }
 }
 
+// Rows of whole logits, which `call.logits` need not be.
 void RouteRows(ffi::DataType element, const void* logits, const RouteCall& call) {
   VisitElement(element, [&]<class Element>() {
     const int experts = call.rule.num_experts;
@@ -80,11 +81,11 @@ ffi::Future GatherTopk(ffi::AnyBuffer latent, ffi::AnyBuffer logits, ffi::Remain
   return Join(GroupOf(attributes), [&](Group& group, OnDone done) {
     const Member member = group.members().Find(device);
     const int n = group.members().world_size();
-    const auto gather = GatherCall::Checked(latent, *all_latent, n);
-    const auto route = RouteCall::Checked(logits, n, rest, *weights, *ids, attributes);
+    const auto gather = CheckedGather(latent, *all_latent, n);
+    const auto route = CheckedRoute(logits, n, rest, *weights, *ids, attributes);
     RankBuffers buffers;
     buffers.Add(gather.x, gather.y);
-    buffers.Add(logits.untyped_data(), route.weights);
+    buffers.Add(route.logits, route.weights);
     buffers.Add(nullptr, route.ids);
     const int64_t logits_bytes = static_cast<int64_t>(logits.size_bytes()) / route.num_rows;
     const ffi::DataType element = logits.element_type();
@@ -115,8 +116,8 @@ ffi::Error TopkRoute(ffi::AnyBuffer logits, ffi::RemainingArgs rest,
                      ffi::Dictionary attributes) {
   const FloatScope keep_subnormals(FloatControl::Standard());
   try {
-    RouteRows(logits.element_type(), logits.untyped_data(),
-              RouteCall::Checked(logits, 1, rest, *weights, *ids, attributes));
+    const auto call = CheckedRoute(logits, 1, rest, *weights, *ids, attributes);
+    RouteRows(logits.element_type(), call.logits, call);
     return ffi::Error::Success();
   } catch (const std::exception& failure) {
     return ffi::Error::Internal(failure.what());
