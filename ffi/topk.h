@@ -48,15 +48,17 @@ struct RouteRule {
   }
 };
 
-// exp(x) for x <= 0, within 1.1 ulp; 0 below -104, where the true value rounds to 0.
-// x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2, whose remainder is below 2^-27.
-HD float ExpOfNonPositive(float x) {
-  x = Max(x, -104.f);
+// exp(x + tail) for x <= 0 and a tail far below x, within 1.1 ulp; 0 below -104, where the true
+// value rounds to 0. x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2, whose remainder
+// is below 2^-27.
+HD float ExpOfNonPositive(float x, float tail = 0.f) {
+  if (!(x >= -104.f)) return 0.f;
   // Next to 1.5 * 2^23 the last mantissa bit is 1, so the addition rounds to the nearest integer.
   const float shifted = FmaRn(x, 0x1.715476p+0f, 12582912.f);
   const float n = AddRn(shifted, -12582912.f);
   float r = FmaRn(n, -0x1.62e4p-1f, x);  // ln 2 in two parts; the first product is exact
   r = FmaRn(n, -0x1.7f7d1cp-20f, r);
+  r = AddRn(r, tail);
   float p = 0x1.a01a02p-13f;         // 1/7!
   p = FmaRn(p, r, 0x1.6c16c2p-10f);  // 1/6!
   p = FmaRn(p, r, 0x1.111112p-7f);   // 1/5!
@@ -70,6 +72,16 @@ HD float ExpOfNonPositive(float x) {
   const float first = FloatOf(static_cast<uint32_t>(127 + half) << 23);
   const float second = FloatOf(static_cast<uint32_t>(127 + exponent - half) << 23);
   return MulRn(MulRn(y, first), second);
+}
+
+// exp(x - largest). The difference is rounded, by up to 2^-18 where it is below -64; its tail (what
+// the rounding took, by Knuth's two-sum) is as exact as the exponential needs it.
+HD float ExpOfDifference(float x, float largest) {
+  const float difference = AddRn(x, -largest);
+  const float from_largest = AddRn(difference, -x);
+  const float tail =
+      AddRn(AddRn(x, -AddRn(difference, -from_largest)), AddRn(-largest, -from_largest));
+  return ExpOfNonPositive(difference, tail);
 }
 
 // 1 / (1 + exp(-x)), within 2 ulp also where it is tiny (0.5 tanh(x / 2) + 0.5 is not). With

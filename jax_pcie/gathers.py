@@ -281,7 +281,9 @@ def _gather_jvp(
     moving = [t for t in tangents if type(t) is not ad.Zero]
     gathered = iter(gather_p.bind(*moving, **params))
     return results, [
-        ad.Zero.from_primal_value(y) if type(t) is ad.Zero else next(gathered)
+        ad.Zero(jax.typeof(y).to_tangent_aval())
+        if type(t) is ad.Zero
+        else next(gathered)
         for y, t in zip(results, tangents, strict=True)
     ]
 

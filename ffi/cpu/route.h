@@ -62,7 +62,7 @@ class RowRouter {
     }
     tree_.assign(TreePlaces(num), 0.f);
     for (int id = 0; id < num; ++id) {
-      u_[id] = IsFinite(logits[id]) ? ExpOfNonPositive(AddRn(logits[id], -largest)) : 0.f;
+      u_[id] = IsFinite(logits[id]) ? ExpOfDifference(logits[id], largest) : 0.f;
       tree_[id] = u_[id];
     }
     const float sum = TreeSum();

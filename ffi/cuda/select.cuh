@@ -120,7 +120,7 @@ class RowRouter {
       float e = 0.f;
       if (place < num) {
         const bool finite = IsFinite(memory_.u[place]);
-        if (finite) e = ExpOfNonPositive(AddRn(memory_.u[place], -largest));
+        if (finite) e = ExpOfDifference(memory_.u[place], largest);
         memory_.u[place] = finite ? e : -1.f;
       }
       tree[place] = e;
