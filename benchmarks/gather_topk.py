@@ -1,17 +1,17 @@
-"""`all_gather_topk` against gathers and a top-k: device time of a decode step's routing.
+"""`all_gather_topk` against gathers and a top-k: device time of a decode routing step.
 
     python benchmarks/gather_topk.py [--batches 1 8 …]
                                      [--receipt benchmarks/results/NAME.json]
 
 Times are per call in a chain: a `fori_loop` whose body is ten calls, each of which
-reads what the one before made, so that XLA can neither drop, merge nor overlap them, and
-ten calls of ours are one CUDA graph. What the chain itself costs (one addition to the
-latent and to the logits a call) is measured as an arm of its own and subtracted. A
-sample is 1000 calls of an arm, after 100 to warm up; arms alternate within a sample, and
-a program ends when the slowest rank does.
+reads what the one before made, so that XLA can neither drop, merge nor overlap them,
+and ten calls of ours are one CUDA graph. What the chain itself costs (one addition to
+the latent and to the logits a call) is measured as an arm of its own and subtracted. A
+sample is 1000 calls of an arm, after 100 to warm up; arms alternate within a sample,
+and a program ends when the slowest rank does.
 
-XLA keeps its collectives out of CUDA graphs unless it is told. To see `lax` at its best,
-run it a second time with
+XLA keeps its collectives out of CUDA graphs unless it is told. To see `lax` at its
+best, run it a second time with
 ``XLA_FLAGS=--xla_gpu_enable_command_buffer=+COLLECTIVES``.
 """
 

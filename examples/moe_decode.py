@@ -49,7 +49,7 @@ def init(key: Array) -> Params:
 
 
 def apply_experts(params: Params, latent: Array, gates: Array) -> Array:
-    """``sum_e gates[:, e] * expert_e(latent)``; gates [tokens, experts] are mostly 0."""
+    """``sum_e gates[:, e] * expert_e(latent)``; gates [tokens, experts], mostly 0."""
     hidden = jax.nn.silu(jnp.einsum("tl,elm->tem", latent, params["up"]))
     return jnp.einsum("te,tem,emh->th", gates, hidden, params["down"])
 
@@ -61,7 +61,7 @@ def gates_of(weights: Array, ids: Array, num_experts: int) -> Array:
 
 
 def layer(params: Params, x: Array, group: jax_pcie.PeerGroup) -> Array:
-    """A rank's part, inside `shard_map`; x [tokens, hidden] is the same on all ranks."""
+    """A rank's part, inside `shard_map`; x [tokens, hidden] is the same on all."""
     latent, weights, ids = jax_pcie.all_gather_topk(
         x @ params["latent"],  # [tokens, latent / n]
         x @ params["router"],  # [tokens, experts / n]

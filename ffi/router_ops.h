@@ -30,8 +30,8 @@ inline std::vector<GatherCall> CheckedGathers(const ffi::RemainingArgs& args,
           num_arrays);
   std::vector<GatherCall> calls;
   for (int i = 0; i < num_arrays; ++i) {
-    const auto x = args.get<ffi::AnyBuffer>(i);
-    const auto y = rets.get<ffi::AnyBuffer>(i);
+    auto x = args.get<ffi::AnyBuffer>(i);
+    auto y = rets.get<ffi::AnyBuffer>(i);
     Require(x.has_value() && y.has_value(), "a gather lacks its array ", i);
     calls.push_back(CheckedGather(*x, **y, world_size));
   }

@@ -7,6 +7,7 @@
 #include "../router_ops.h"
 #include "gather_topk.h"
 #include "handlers.h"
+#include "launch.h"
 
 namespace jax_pcie::cuda {
 namespace {
@@ -45,10 +46,12 @@ ffi::Error GatherTopk(ffi::AnyBuffer latent, ffi::AnyBuffer logits, ffi::Remaini
 
 // A call without a group may be the first on its device, and its kernels must be loaded before
 // another kernel waits there.
-ffi::Error LoadRoute(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary, int32_t device) {
-  return Guard([&] {
+ffi::Error LoadRoute(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return Guard([] {
     static std::mutex mutex;
-    static auto* const loaded = new std::set<int32_t>;  // never destroyed: threads may outlive it
+    static auto* const loaded = new std::set<int>;  // never destroyed: threads may outlive it
+    int device = 0;
+    CheckCuda(cudaGetDevice(&device), "cudaGetDevice");
     const std::lock_guard lock(mutex);
     if (loaded->contains(device)) return;
     LoadRouterKernels();
@@ -64,7 +67,7 @@ ffi::Error TopkRoute(ffi::AnyBuffer logits, ffi::RemainingArgs rest,
     void* scratch = nullptr;
     const int64_t row_bytes = RouteScratchBytes(route.rule.num_experts);
     if (row_bytes > 0) {
-      const auto buffer = more.get<ffi::AnyBuffer>(0);
+      auto buffer = more.get<ffi::AnyBuffer>(0);
       Require(buffer.has_value() &&
                   static_cast<int64_t>((*buffer)->size_bytes()) >= row_bytes * route.num_rows,
               "topk_route of ", route.rule.num_experts, " experts needs ", row_bytes,
@@ -108,12 +111,9 @@ XLA_FFI_DEFINE_HANDLER(kGatherTopk, GatherTopk,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kLoadRoute, LoadRoute,
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs()
-                           .Ctx<ffi::DeviceOrdinal>());
+XLA_FFI_DEFINE_HANDLER(
+    kLoadRoute, LoadRoute,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kTopkRoute, TopkRoute,
                        ffi::Ffi::Bind()
