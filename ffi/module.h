@@ -4,6 +4,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -28,18 +29,30 @@ inline nb::dict CallSiteRegistration() {
   return registration;
 }
 
-// The all-reduce target as JAX registers it: a handler for each stage that the platform has.
-inline void DefineHandlers(nb::module_& m,
-                           std::vector<std::pair<const char*, XLA_FFI_Handler*>> stages) {
-  m.def("handlers", [stages = std::move(stages)] {
-    nb::dict by_stage;
-    for (const auto& [stage, handler] : stages) by_stage[stage] = HandlerCapsule(handler);
-    nb::dict targets;
-    targets["jax_pcie.all_reduce"] = by_stage;
-    return targets;
+// Targets as JAX registers them: a handler for each stage that the platform has.
+using Stages = std::vector<std::pair<const char*, XLA_FFI_Handler*>>;
+using Targets = std::vector<std::pair<const char*, Stages>>;
+
+inline void DefineHandlers(nb::module_& m, Targets targets) {
+  m.def("handlers", [targets = std::move(targets)] {
+    nb::dict by_name;
+    for (const auto& [name, stages] : targets) {
+      nb::dict by_stage;
+      for (const auto& [stage, handler] : stages) by_stage[stage] = HandlerCapsule(handler);
+      by_name[name] = by_stage;
+    }
+    return by_name;
   });
   m.def("call_site_type", &CallSiteRegistration);
 }
+
+inline Targets operator+(Targets a, const Targets& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+// {rows, bytes of a row} of each array of a gather, as Python plans it.
+using RowsOfArrays = std::vector<std::pair<int64_t, int64_t>>;
 
 // Facts that `_ffi.py` compares before it registers anything.
 inline void DefineVersion(nb::module_& m) { m.attr("ffi_api_minor") = XLA_FFI_API_MINOR; }

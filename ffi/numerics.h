@@ -78,6 +78,15 @@ HD float DivRn(float a, float b) {
 #endif
 }
 
+// a * b + c rounded once. Not for NaNs: no one spelling is promised.
+HD float FmaRn(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
 // --- Element types: what an array holds. `kOverflowBits` is the smallest |fp32| that rounds to
 // Inf.
 

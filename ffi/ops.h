@@ -82,8 +82,8 @@ void VisitElement(ffi::DataType element, Body&& body) {
     case ffi::F32:
       return body.template operator()<F32>();
     default:
-      throw Error(Concat("all_reduce: element type ", int(element),
-                         " is not one of bfloat16, float16 and float32"));
+      throw Error(
+          Concat("element type ", int(element), " is not one of bfloat16, float16 and float32"));
   }
 }
 

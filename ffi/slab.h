@@ -4,7 +4,8 @@
 // so that no two CTAs ever share a word. A *lane* is one inbox (`topology.h`), a *slot* one of the
 // records that an inbox holds in turn. Ring and all-to-all have separate regions: within one,
 // having seen a peer's flags proves that its older slots are free again, and a mixture would break
-// that.
+// that. Packets (small messages that carry their flag with them, `cuda/packets.cuh`) have a region
+// that never holds anything else, on top of `max_bytes`: 16 KiB a channel.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +18,21 @@
 
 namespace jax_pcie {
 
-enum class Region : int { kRing = 0, kAllToAll = 1 };
-constexpr int kNumRegions = 2;
+enum class Region : int { kRing = 0, kAllToAll = 1, kPackets = 2 };
+constexpr int kNumRegions = 3;
 
 constexpr int64_t kFlagStride = 128;  // bytes; one flag word to a cache line
+
+// What a channel receives at a time, from all ranks together; each writes into a lane of its own.
+constexpr int kChannelPackets = 512;
+constexpr int64_t kPacketBytes = 16;
+HD constexpr int LanePackets(int world_size) {
+  return (kChannelPackets + world_size - 1) / world_size;
+}
+
+// Packets of two calls in turn: a rank sends those of call c + 2 after it has received those of
+// call c + 1, which every peer sends after it has read those of call c.
+constexpr int kPacketSlots = 2;
 
 // What one warp handles at a time: 4 rows of 32 lanes of 8 values, whose scales are one 32-byte
 // store. Pieces are whole units, so that slots need no masks.
@@ -47,7 +59,7 @@ struct SlabLayout {
   int num_lanes;
   int64_t slot_bytes;
   int64_t mailboxes[kNumRegions];  // byte offsets in the slab
-  int64_t flags[kNumRegions];
+  int64_t flags[kNumRegions];      // of records; packets carry theirs
   int64_t ticks[kNumRegions];
   int64_t failed;
   int64_t total_bytes;
@@ -77,7 +89,10 @@ struct SlabLayout {
       layout.flags[int(region)] = take(count * kFlagStride);
       layout.ticks[int(region)] = take(layout.num_channels * kFlagStride);
     }
+    layout.ticks[int(Region::kPackets)] = take(layout.num_channels * kFlagStride);
     layout.failed = take(kFlagStride);
+    layout.mailboxes[int(Region::kPackets)] = take(layout.NumPackets(world_size) * kPacketBytes);
+    offset = RoundUp(offset, kFlagStride);
     for (const Region region : {Region::kRing, Region::kAllToAll}) {
       const int64_t count = layout.NumSlotsOf(region, world_size);
       layout.mailboxes[int(region)] = take(count * layout.slot_bytes);
@@ -96,6 +111,14 @@ struct SlabLayout {
   }
   HD int64_t Flag(Region region, int world_size, int channel, int lane, int slot) const {
     return flags[int(region)] + SlotIndex(region, world_size, channel, lane, slot) * kFlagStride;
+  }
+  HD int64_t NumPackets(int world_size) const {
+    return int64_t{num_channels} * kPacketSlots * (world_size - 1) * LanePackets(world_size);
+  }
+  // Offset of a lane of packets; `slot` < kPacketSlots, `lane` < world_size - 1.
+  HD int64_t Packets(int world_size, int channel, int slot, int lane) const {
+    const int64_t index = (int64_t{channel} * kPacketSlots + slot) * (world_size - 1) + lane;
+    return mailboxes[int(Region::kPackets)] + index * LanePackets(world_size) * kPacketBytes;
   }
   HD int64_t Tick(Region region, int channel) const {
     return ticks[int(region)] + channel * kFlagStride;

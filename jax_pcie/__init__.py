@@ -9,7 +9,9 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 from jax_pcie import mxfp8
 from jax_pcie._ffi import PcieError
 from jax_pcie.collectives import all_reduce
+from jax_pcie.gathers import all_gather_heads, all_gather_pair
 from jax_pcie.group import PeerGroup, Plan
+from jax_pcie.router import all_gather_topk, topk_route
 from jax_pcie.wire import MODES, Codec, Topology, WireMode
 
 __all__ = [
@@ -20,6 +22,10 @@ __all__ = [
     "Plan",
     "Topology",
     "WireMode",
+    "all_gather_heads",
+    "all_gather_pair",
+    "all_gather_topk",
     "all_reduce",
     "mxfp8",
+    "topk_route",
 ]

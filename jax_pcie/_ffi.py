@@ -96,10 +96,7 @@ def native_module(platform: str) -> ModuleType:
         module.call_site_type(),
         platform=target_platform,
     )
-    targets = module.handlers()
-    if platform == "cuda":
-        targets |= module.mxfp8_handlers()
-    for target, stages in targets.items():
+    for target, stages in module.handlers().items():
         jax.ffi.register_ffi_target(target, stages, platform=target_platform)
     return module
 
@@ -186,8 +183,14 @@ def lowering_mesh(ctx: Any) -> jax.sharding.Mesh:  # noqa: ANN401
     return mesh
 
 
-def lower_in_order(target: str, ctx: Any, x: Any, **attributes: Any) -> list[Any]:  # noqa: ANN401
-    """`jax.ffi.ffi_lowering` of ``x -> y``, after the block's last call of this kind.
+# Calls between the ranks of a group; each of them ends with a token.
+_ORDERED_TARGETS = frozenset(
+    {"jax_pcie.all_reduce", "jax_pcie.gather", "jax_pcie.all_gather_topk"}
+)
+
+
+def lower_in_order(target: str, ctx: Any, *operands: Any, **attributes: Any) -> list:  # noqa: ANN401
+    """`jax.ffi.ffi_lowering`, after the block's last call between ranks.
 
     Under ``--xla_gpu_command_buffer_scheduling_mode=CONCURRENT`` (not the default) XLA
     runs calls without a data dependency at once, in an order of each GPU's own. Ours
@@ -199,16 +202,24 @@ def lower_in_order(target: str, ctx: Any, x: Any, **attributes: Any) -> list[Any
     """
     token = jax.core.ShapedArray((1,), np.int32)
     after = [
-        operation.results[1]
+        list(operation.results)[-1]
         for operation in ir.InsertionPoint.current.block.operations
         if operation.operation.name == "stablehlo.custom_call"
-        and ir.StringAttr(operation.attributes["call_target_name"]).value == target
+        and ir.StringAttr(operation.attributes["call_target_name"]).value
+        in _ORDERED_TARGETS
     ][-1:]
     ctx = ctx.replace(
         avals_in=[*ctx.avals_in, *(token for _ in after)],
         avals_out=[*ctx.avals_out, token],
     )
-    return list(jax.ffi.ffi_lowering(target)(ctx, x, *after, **attributes))[:1]
+    results = jax.ffi.ffi_lowering(target)(ctx, *operands, *after, **attributes)
+    return list(results)[:-1]
+
+
+# --- Expert selection.
+
+MAX_FUSED_EXPERTS: int = _cpu.max_fused_experts
+MAX_CHOSEN: int = _cpu.max_chosen_experts
 
 
 # --- The codecs on their own.

@@ -75,7 +75,7 @@ def all_reduce(
     mode = group.resolve_wire(wire)
     grad_mode = mode if grad_wire is None else WireMode.parse(grad_wire)
     group.require_usable()
-    _require_manual_axis(group, "all_reduce")
+    require_manual_axis(group, "all_reduce")
     group.in_use = True
     return jax.tree.map(lambda leaf: _all_reduce(leaf, group, mode, grad_mode), x)
 
@@ -98,7 +98,8 @@ def _all_reduce(
     )
 
 
-def _require_manual_axis(group: PeerGroup, op: str) -> None:
+def require_manual_axis(group: PeerGroup, op: str) -> None:
+    """Raises unless this is traced inside a `shard_map` over the group's axis."""
     mesh = jax.sharding.get_abstract_mesh()
     if group.axis not in mesh.manual_axes:
         raise ValueError(
@@ -110,6 +111,37 @@ def _require_manual_axis(group: PeerGroup, op: str) -> None:
         raise ValueError(
             f"axis {group.axis!r} has {size} ranks in this shard_map's mesh and "
             f"{group.world_size} in the group's: use the group's mesh"
+        )
+
+
+def require_program_of_group(
+    group: PeerGroup,
+    op: str,
+    platform: str,
+    ctx: Any,  # noqa: ANN401
+) -> None:
+    """Raises unless the program that is being lowered runs on the group's devices."""
+    group.require_usable()
+    mesh = _ffi.lowering_mesh(ctx)
+    if not same_slices(group, mesh):
+        raise ValueError(
+            f"{op}: this shard_map puts other devices, or the same ones in "
+            f"another order, along axis {group.axis!r} than {group!r} has: its mesh "
+            f"has device ids {device_ids(mesh)}, the group's {device_ids(group.mesh)}"
+        )
+    if group.platform != platform:
+        raise ValueError(
+            f"{op}: {group!r} is made of {group.platform} devices and cannot be "
+            f"part of a program for {platform}"
+        )
+
+
+def require_another_axis(group: PeerGroup, op: str, vmap_axis: str) -> None:
+    """Raises if a `vmap` calls its axis as the group's mesh axis is called."""
+    if vmap_axis == group.axis:
+        raise ValueError(
+            f"{op}: this vmap calls its axis {group.axis!r}, as the group's mesh "
+            "axis is called; give it another name"
         )
 
 
@@ -137,19 +169,7 @@ def _all_reduce_lowering(
     mode: WireMode,
     **_: object,
 ) -> Any:  # noqa: ANN401
-    group.require_usable()
-    mesh = _ffi.lowering_mesh(ctx)
-    if not same_slices(group, mesh):
-        raise ValueError(
-            "all_reduce: this shard_map puts other devices, or the same ones in "
-            f"another order, along axis {group.axis!r} than {group!r} has: its mesh "
-            f"has device ids {device_ids(mesh)}, the group's {device_ids(group.mesh)}"
-        )
-    if group.platform != platform:
-        raise ValueError(
-            f"all_reduce: {group!r} is made of {group.platform} devices and cannot be "
-            f"part of a program for {platform}"
-        )
+    require_program_of_group(group, "all_reduce", platform, ctx)
     if group.world_size == 1 or ctx.avals_in[0].size == 0:
         return [
             x
@@ -186,11 +206,7 @@ def _all_reduce_batching(
     group: PeerGroup,
     **params: object,
 ) -> tuple[Array, int]:
-    if axis.name == group.axis:
-        raise ValueError(
-            f"all_reduce: this vmap calls its axis {group.axis!r}, as the group's mesh "
-            "axis is called; give it another name"
-        )
+    require_another_axis(group, "all_reduce", axis.name)
     # The batch is part of the payload: one message instead of many.
     return all_reduce_p.bind(*args, group=group, **params), dims[0]
 

@@ -27,6 +27,7 @@ _MAX_TIMEOUT_S = 86_400
 _MIN_STAGING_BYTES = 1 << 16
 _DRAIN_GRACE_S = 30.0  # beyond the timeout, for programs that compute as well
 _DTYPES = ("bfloat16", "float16", "float32")
+_GATHERS = {"all_gather_pair": 2, "all_gather_heads": 1, "all_gather_topk": 2}
 
 
 Value = TypeVar("Value")
@@ -245,14 +246,18 @@ class PeerGroup:
         """Says how a call would be carried out, without running it.
 
         Args:
-            op: ``"all_reduce"``.
-            shape: the shape of one rank's operand.
-            dtype: its dtype.
-            wire: the call's wire mode; default the group's.
+            op: ``"all_reduce"``, ``"all_gather_pair"``, ``"all_gather_heads"`` or
+                ``"all_gather_topk"``.
+            shape: the shape of one rank's operand; of an op with two, both shapes.
+            dtype: its dtype, or both.
+            wire: the call's wire mode; default the group's. (Gathers are lossless.)
         """
-        if op != "all_reduce":
-            raise ValueError(f"{op!r} is not an operation; there is 'all_reduce'")
         self.require_usable()
+        if op in _GATHERS:
+            return self._plan_gather(op, shape, dtype)
+        if op != "all_reduce":
+            known = ", ".join(map(repr, ("all_reduce", *_GATHERS)))
+            raise ValueError(f"{op!r} is not an operation; there are {known}")
         mode = self.resolve_wire(wire)
         dtype = check_dtype(op, dtype)
         if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
@@ -282,6 +287,52 @@ class PeerGroup:
             _ffi.wire_bytes(*call, self.world_size),
             "compressed" if mode.compresses else "compression is off",
         )
+
+    def _plan_gather(self, op: str, shapes: Any, dtypes: Any) -> Plan:  # noqa: ANN401
+        if _GATHERS[op] == 1:
+            shapes, dtypes = (shapes,), (dtypes,)
+        if len(shapes) != _GATHERS[op] or len(dtypes) != _GATHERS[op]:
+            raise ValueError(f"{op} has two operands: give both shapes and both dtypes")
+        bytes_of = [
+            math.prod(s) * np.dtype(d).itemsize
+            for s, d in zip(shapes, dtypes, strict=True)
+        ]
+        rows = [
+            (s[0], size // s[0])
+            for s, size in zip(shapes, bytes_of, strict=True)
+            if size
+        ]
+        selects = op == "all_gather_topk" and self.fuses_selection(
+            self.world_size * shapes[1][1]
+        )
+
+        def plan(path: str, mover: str, segments: int, why: str) -> Plan:
+            sent = (self.world_size - 1) * sum(bytes_of)
+            return Plan(op, path, Codec.RAW, Topology.A2A, mover, segments, sent, why)
+
+        if not rows:
+            return plan("empty", "none", 0, "no elements")
+        if self.world_size == 1:
+            return plan("identity", "none", 0, "a world of one rank")
+        if not self.uses_peers:
+            reason = f"{self.world_size} ranks; peers serve up to {MAX_WORLD_SIZE}"
+            return plan("lax", "XLA", 1, reason)
+        mover = "process memory" if self.platform == "cpu" else "kernel stores"
+        selected_rows = shapes[1][0] if selects else 0
+        segments = self._native.gather_segments(
+            self.id, selected_rows, rows[:1] if selects else rows
+        )
+        if op == "all_gather_topk" and not selects:
+            reason = (
+                f"{self.world_size * shapes[1][1]} experts; the fused kernel chooses "
+                f"from up to {_ffi.MAX_FUSED_EXPERTS}: a gather, then topk_route"
+            )
+            return plan("separate", mover, segments, reason)
+        return plan("peer", mover, segments, "lossless, in one launch")
+
+    def fuses_selection(self, num_experts: int) -> bool:
+        """Whether experts are chosen in the launch that gathers their logits."""
+        return self.platform == "cpu" or num_experts <= _ffi.MAX_FUSED_EXPERTS
 
     def __repr__(self) -> str:
         return f"PeerGroup(axis {self.axis!r}, {self.world_size} ranks)"

@@ -1,10 +1,10 @@
 """The devices, meshes and groups of the tests, and how a test asks for them.
 
 A test body is written once and marked `at_all_world_sizes` or `at_one_world_size`: its
-`ranks` fixture is then eight or fewer virtual CPU devices, or, under the marker `cuda`,
-two GPUs; a test without peers uses `device`, the CPU or one GPU. Expected values belong
-to `oracles.py`. Groups live for the whole run: a test that closes or breaks a group
-makes its own.
+`ranks` fixture is then so many virtual CPU devices, or, under the marker `cuda`, two
+GPUs; a test without peers uses `device`, the CPU or one GPU. Expected values belong to
+`oracles.py`. Groups live for the whole run: a test that closes or breaks a group makes
+its own.
 """
 
 import os
@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_pcie
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 16)
 for name in [name for name in os.environ if name.startswith("JAX_PCIE_")]:
     del os.environ[name]  # a developer's own defaults
 
@@ -68,6 +68,10 @@ def with_worlds(cpu_worlds: list[int]) -> pytest.MarkDecorator:
 at_all_world_sizes = with_worlds([2, 3, 4, 8])
 at_one_world_size = with_worlds([4])
 at_two_ranks = with_worlds([2])
+at_router_worlds = with_worlds([2, 3, 4, 8, 16])
+with_platforms = pytest.mark.parametrize(
+    "platform", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 
 
 def first_devices(platform: str, count: int) -> list[jax.Device]:
@@ -158,9 +162,16 @@ def all_ranks() -> Iterator[dict[tuple[str, int], Ranks]]:
 def ranks(
     request: pytest.FixtureRequest, all_ranks: dict[tuple[str, int], Ranks]
 ) -> Ranks:
-    if request.param not in all_ranks:
-        all_ranks[request.param] = Ranks(*request.param)
-    return all_ranks[request.param]
+    return all_ranks_of(all_ranks, *request.param)
+
+
+def all_ranks_of(
+    all_ranks: dict[tuple[str, int], Ranks], platform: str, world: int
+) -> Ranks:
+    """The run's ranks of this platform and number, made at their first use."""
+    if (platform, world) not in all_ranks:
+        all_ranks[platform, world] = Ranks(platform, world)
+    return all_ranks[platform, world]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

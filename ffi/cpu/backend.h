@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "../codec.h"
@@ -18,9 +19,18 @@
 
 namespace jax_pcie::cpu {
 
-struct RankBuffers {
-  const void* x;
-  void* y;
+// One rank's operands and results, of which most ops have one each.
+class RankBuffers {
+ public:
+  RankBuffers() = default;
+  RankBuffers(const void* x, void* y) { Add(x, y); }
+
+  void Add(const void* operand, void* result) { pairs_.emplace_back(operand, result); }
+  const void* operand(int index) const { return pairs_[index].first; }
+  void* result(int index) const { return pairs_[index].second; }
+
+ private:
+  std::vector<std::pair<const void*, void*>> pairs_;
 };
 
 // All inboxes of all ranks: [rank][lane] records of one segment, and whether each was filled.
@@ -54,11 +64,11 @@ struct Segment {
 template <class Element>
 class Backend {
  public:
-  Backend(int rank, int world_size, RankBuffers buffers, int64_t count, Mailboxes& mailboxes)
+  Backend(int rank, int world_size, const RankBuffers& buffers, int64_t count, Mailboxes& mailboxes)
       : rank_(rank),
         world_size_(world_size),
-        x_(static_cast<const Element*>(buffers.x)),
-        y_(static_cast<Element*>(buffers.y)),
+        x_(static_cast<const Element*>(buffers.operand(0))),
+        y_(static_cast<Element*>(buffers.result(0))),
         count_(count),
         shard_values_(ShardValues(count, world_size, kSpanAlign)),
         mailboxes_(mailboxes) {}

@@ -1,17 +1,17 @@
-// The CPU module: the all-reduce handler and the group's life cycle, as Python sees them.
+// The CPU module: the all-reduce handler, the router's (`router.cc`) and the group's life cycle, as
+// Python sees them.
 #include "../module.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 
-#include <optional>
-
 #include "../collective.h"
 #include "../plan.h"
 #include "../slab.h"
+#include "../topk.h"
 #include "codec_loops.h"
-#include "float_environment.h"
-#include "group.h"
+#include "handlers.h"
+#include "router.h"
 
 namespace jax_pcie {
 
@@ -20,20 +20,14 @@ ffi::TypeId CallSite::id = {};
 namespace cpu {
 namespace {
 
-using Groups = Registry<Group>;
-
 ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t group_id,
                       CodecId codec, TopologyId topology, CallSite* call_site, ffi::RunId run,
                       int64_t device) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  try {
-    const auto group = Groups::Instance().Find(group_id);
-    group->RequireUsable();
+  return Join(group_id, [&](Group& group, OnDone done) {
     const auto call = AllReduceCall::Checked(x, *y, codec, topology);
-    const Member member = group->members().Find(device);
-    const int64_t max_bytes = group->max_bytes();
-    group->rendezvous().Arrive(
+    const Member member = group.members().Find(device);
+    const int64_t max_bytes = group.max_bytes();
+    group.rendezvous().Arrive(
         {call_site->number, run.run_id, member.slice}, member.rank, {call.x, call.y},
         {call.count, int32_t(call.element), int32_t(codec), int32_t(topology)},
         [call, max_bytes](const std::vector<RankBuffers>& buffers) {
@@ -43,17 +37,8 @@ ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t g
             });
           });
         },
-        [promise](const std::optional<std::string>& error) mutable {
-          if (error) {
-            promise.SetError(ffi::Error::Internal(*error));
-          } else {
-            promise.SetAvailable();
-          }
-        });
-  } catch (const std::exception& failure) {
-    promise.SetError(ffi::Error::Internal(failure.what()));
-  }
-  return future;
+        std::move(done));
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
@@ -132,7 +117,9 @@ NB_MODULE(_cpu, m) {
   DefineVersion(m);
   TranslateErrors(m);
   DefineGroupLifetime<Group>(m);
-  DefineHandlers(m, {{"instantiate", kInstantiate}, {"execute", kAllReduce}});
+  DefineHandlers(m, Targets{{"jax_pcie.all_reduce",
+                             {{"instantiate", kInstantiate}, {"execute", kAllReduce}}}} +
+                        RouterTargets());
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     const int n = group->members().world_size();
@@ -150,6 +137,9 @@ NB_MODULE(_cpu, m) {
     });
   });
   m.def("num_slots", [](int region, int n) { return NumSlots(Region(region), n); });
+  m.def("gather_segments", [](int64_t, int64_t, const RowsOfArrays&) { return 1; });
+  m.attr("max_fused_experts") = kFusedExperts;
+  m.attr("max_chosen_experts") = kMaxChosen;
   m.def("codec_encode", &EncodeForTests);
   m.def("codec_decode", &DecodeForTests);
 }

@@ -93,7 +93,7 @@ void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape 
                         " values to a call that others made with ", round.shape.count,
                         ", or came twice: all ranks must run the same program");
     } else {
-      round.buffers[rank] = buffers;
+      round.buffers[rank] = std::move(buffers);
       round.done[rank] = [done = std::move(done), control = FloatControl::OfThisThread()](
                              const std::optional<std::string>& failure) {
         const FloatScope as_where_it_came_from(control);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "../error.h"
+#include "gather_topk.h"
 #include "group.h"
 
 namespace jax_pcie::cuda {
@@ -78,7 +79,8 @@ std::byte* AllocateSlab(const SlabLayout& layout) {
 }
 
 // Before any peer learns the address: what kernels expect to find.
-void InitialiseSlab(std::byte* slab, const SlabLayout& layout, uint64_t first_generation) {
+void InitialiseSlab(std::byte* slab, const SlabLayout& layout, int world_size,
+                    uint64_t first_generation) {
   // Flags begin one tick before the first, without a call site; ticks at the first.
   std::vector<std::byte> head(layout.mailboxes[0]);
   const auto fill = [&](int64_t begin, int64_t count, uint64_t word) {
@@ -91,6 +93,11 @@ void InitialiseSlab(std::byte* slab, const SlabLayout& layout, uint64_t first_ge
   fill(layout.flags[1], (layout.ticks[1] - layout.flags[1]) / kFlagStride, before_first);
   for (const int64_t ticks : layout.ticks) fill(ticks, layout.num_channels, first_generation);
   fill(layout.failed, 1, 0);
+  const std::array<uint64_t, 2> packet = {0, PacketFlag(first_generation - 1, 0)};
+  for (int64_t i = 0; i < layout.NumPackets(world_size); ++i) {
+    std::memcpy(head.data() + layout.mailboxes[int(Region::kPackets)] + i * kPacketBytes,
+                packet.data(), kPacketBytes);
+  }
   CheckCuda(cudaMemcpy(slab, head.data(), head.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
   CheckCuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
@@ -141,6 +148,7 @@ void Group::Open(const std::vector<int64_t>& devices, const GroupOptions& option
     LoadKernels<Bf16>();
     LoadKernels<F16>();
     LoadKernels<F32>();
+    LoadRouterKernels();
     GroupView view = {};
     view.layout = layout;
     view.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
@@ -149,7 +157,7 @@ void Group::Open(const std::vector<int64_t>& devices, const GroupOptions& option
     views_.push_back(view);
     devices_.push_back(device);
     views_.back().slabs[rank] = AllocateSlab(layout);
-    InitialiseSlab(views_.back().slabs[rank], layout, options.first_generation);
+    InitialiseSlab(views_.back().slabs[rank], layout, n, options.first_generation);
     views_.back().failure = AllocateFailure();
   }
   for (int rank = 0; rank < n; ++rank) {

@@ -55,4 +55,18 @@ HD constexpr uint32_t TickOf(uint64_t flag) { return static_cast<uint32_t>(flag)
 HD constexpr bool IsAfter(uint32_t seen, uint32_t want) { return int32_t(seen - want) > 0; }
 static_assert(IsAfter(0u, 0xffffffffu) && !IsAfter(0xffffffffu, 0u) && !IsAfter(7u, 7u));
 
+// Likewise for a packet, which has room for more of the tick: some packets of a channel are used
+// only by long calls, and what is left in them may be billions of short calls old.
+constexpr int kPacketCallSiteBits = 16;
+HD constexpr uint64_t PacketFlag(uint64_t tick, uint32_t call_site) {
+  return tick << kPacketCallSiteBits | (call_site & ((1u << kPacketCallSiteBits) - 1));
+}
+// Less than, equal to or greater than 0: whether the packet's tick is before, at or after another.
+HD constexpr int64_t TicksBetween(uint64_t packet_flag, uint64_t tick) {
+  const uint64_t site = packet_flag & ((1u << kPacketCallSiteBits) - 1);
+  return static_cast<int64_t>((packet_flag - site) - (tick << kPacketCallSiteBits));
+}
+static_assert(TicksBetween(PacketFlag(7, 0xffff), 7) == 0);
+static_assert(TicksBetween(PacketFlag(~uint64_t{0}, 1), 0) < 0);
+
 }  // namespace jax_pcie::cuda

@@ -1,9 +1,12 @@
-// The CUDA module: the all-reduce handler and the group's life cycle, as Python sees them.
+// The CUDA module: the all-reduce handler, the router's (`router.cc`) and the group's life cycle,
+// as Python sees them.
 #include "../module.h"
 
 #include "../collective.h"
-#include "group.h"
+#include "gather_topk.h"
+#include "handlers.h"
 #include "mxfp8/ops.h"
+#include "router.h"
 
 namespace jax_pcie {
 
@@ -11,18 +14,6 @@ ffi::TypeId CallSite::id = {};
 
 namespace cuda {
 namespace {
-
-using Groups = Registry<Group>;
-
-// Runs at every execution, also when a graph is replayed: the place where a wait that failed in an
-// earlier call can still become an error.
-ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
-  return Guard([&] {
-    const auto group_id = attributes.get<int64_t>("group");
-    Require(group_id.has_value(), "the call has no attribute `group`");
-    Groups::Instance().Find(*group_id)->RequireUsable();
-  });
-}
 
 // Tokens only put calls of one program into an order (`lower_in_order` in `_ffi.py`).
 ffi::Error AllReduce(ffi::AnyBuffer x, ffi::RemainingArgs /*token*/, ffi::Result<ffi::AnyBuffer> y,
@@ -68,8 +59,12 @@ NB_MODULE(_cuda, m) {
   TranslateErrors(m);
   DefineGroupLifetime<Group>(m);
   DefineHandlers(
-      m, {{"instantiate", kInstantiate}, {"initialize", kInitialize}, {"execute", kAllReduce}});
-  mxfp8::DefineOps(m);
+      m,
+      Targets{
+          {"jax_pcie.all_reduce",
+           {{"instantiate", kInstantiate}, {"initialize", kInitialize}, {"execute", kAllReduce}}}} +
+          RouterTargets() + mxfp8::OpTargets());
+  mxfp8::DefineRoute(m);
   m.def("num_segments", [](int64_t id, int codec, int topology, std::string dtype, int64_t count) {
     const auto group = Groups::Instance().Find(id);
     return group->WithView({0, 0}, [&](const GroupView& view) {
@@ -77,6 +72,14 @@ NB_MODULE(_cuda, m) {
         return NumSegments<Element>(view, CodecId(codec), TopologyId(topology), count);
       });
     });
+  });
+  m.def("gather_segments", [](int64_t id, int64_t selected_rows, const RowsOfArrays& arrays) {
+    std::vector<GatherCall> calls;
+    for (const auto& [num_rows, row_bytes] : arrays) {
+      calls.push_back({nullptr, nullptr, num_rows, row_bytes});
+    }
+    return Groups::Instance().Find(id)->WithView(
+        {0, 0}, [&](const GroupView& view) { return GatherSegments(view, selected_rows, calls); });
   });
 }
 

@@ -76,6 +76,33 @@ __device__ __forceinline__ uint32_t LoadRelaxedSys(const uint32_t* address) {
   return v;
 }
 
+// 16 bytes at once, never torn: one access of a 128-bit scalar, not four or two of a vector.
+__device__ __forceinline__ ulonglong2 LoadRelaxedSysB128(const ulonglong2* address) {
+  ulonglong2 v;
+  asm volatile(
+      "{\n"
+      " .reg .b128 v;\n"
+      " ld.relaxed.sys.global.b128 v, [%2];\n"
+      " mov.b128 {%0, %1}, v;\n"
+      "}"
+      : "=l"(v.x), "=l"(v.y)
+      : "l"(address)
+      : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void StoreRelaxedSysB128(ulonglong2* address, ulonglong2 value) {
+  asm volatile(
+      "{\n"
+      " .reg .b128 v;\n"
+      " mov.b128 v, {%1, %2};\n"
+      " st.relaxed.sys.global.b128 [%0], v;\n"
+      "}"
+      :
+      : "l"(address), "l"(value.x), "l"(value.y)
+      : "memory");
+}
+
 __device__ __forceinline__ uint64_t GlobalTimerNs() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));

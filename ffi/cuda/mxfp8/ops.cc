@@ -147,16 +147,13 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void DefineOps(nb::module_& m) {
-  m.def("mxfp8_handlers", [] {
-    nb::dict quantize, multiply, targets;
-    quantize["execute"] = HandlerCapsule(kQuantize);
-    multiply["initialize"] = HandlerCapsule(kInitializeMultiply);
-    multiply["execute"] = HandlerCapsule(kMultiply);
-    targets["jax_pcie.mxfp8_quantize"] = quantize;
-    targets["jax_pcie.mxfp8_multiply"] = multiply;
-    return targets;
-  });
+Targets OpTargets() {
+  return {
+      {"jax_pcie.mxfp8_quantize", {{"execute", kQuantize}}},
+      {"jax_pcie.mxfp8_multiply", {{"initialize", kInitializeMultiply}, {"execute", kMultiply}}}};
+}
+
+void DefineRoute(nb::module_& m) {
   m.def(
       "mxfp8_route",
       [](int compute_capability, int64_t num_tokens, int64_t num_outputs, int64_t num_columns,

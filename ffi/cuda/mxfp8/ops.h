@@ -5,6 +5,8 @@
 
 namespace jax_pcie::cuda::mxfp8 {
 
-void DefineOps(nb::module_& m);
+Targets OpTargets();
+
+void DefineRoute(nb::module_& m);
 
 }  // namespace jax_pcie::cuda::mxfp8

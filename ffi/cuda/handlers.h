@@ -1,0 +1,32 @@
+// What the CUDA handlers share: errors as a status, and the stage that reports earlier failures.
+#pragma once
+
+#include "../ops.h"
+#include "../peer_group.h"
+#include "group.h"
+
+namespace jax_pcie::cuda {
+
+using Groups = Registry<Group>;
+
+template <class Body>
+ffi::Error Guard(Body&& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::exception& failure) {
+    return ffi::Error::Internal(failure.what());
+  }
+}
+
+// Runs at every execution, also when a graph is replayed: the place where a wait that failed in an
+// earlier call can still become an error.
+inline ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+  return Guard([&] {
+    const auto group_id = attributes.get<int64_t>("group");
+    Require(group_id.has_value(), "the call has no attribute `group`");
+    Groups::Instance().Find(*group_id)->RequireUsable();
+  });
+}
+
+}  // namespace jax_pcie::cuda

@@ -1,0 +1,128 @@
+// Expert selection: the rule, its elementary functions and the order of (score, expert).
+//
+// Scalar arithmetic only, the same source and the same bits for CPU and CUDA: explicit fused
+// multiply-adds and correctly rounded divisions, never a library's exp. Loops over a row's experts
+// belong to the backends (`cpu/route.h`, `cuda/select.cuh`). Surprising fact: selection compares
+// integers only, and all keys of a row differ, so every way to find the largest k agrees.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "error.h"
+#include "numerics.h"
+
+namespace jax_pcie {
+
+enum class Scoring : int32_t { kSigmoid = 0, kSoftmax = 1 };
+
+constexpr int kMaxChosen = 32;       // experts a row may choose: one for each lane of a warp
+constexpr int kFusedExperts = 1024;  // that the fused kernel can choose from
+constexpr float kTiny = 1e-20f;      // keeps the normalising division finite
+constexpr float kLowest = -std::numeric_limits<float>::infinity();  // score of who cannot be chosen
+
+// How the k experts of a row are chosen and weighed.
+struct RouteRule {
+  int num_experts;
+  int num_chosen;  // k
+  Scoring scoring;
+  int num_groups;  // of consecutive experts, equally many in each
+  int num_kept_groups;
+  bool has_bias;
+  bool renormalize;
+  float factor;
+
+  HD int group_experts() const { return num_experts / num_groups; }
+  // A group is worth its two best experts if there is a bias, else its best one.
+  HD bool scores_groups_by_two() const { return has_bias && group_experts() > 1; }
+
+  void Check() const {
+    Require(num_chosen >= 1 && num_chosen <= kMaxChosen && num_chosen <= num_experts, "k is ",
+            num_chosen, "; it must be from 1 to ", kMaxChosen, " and at most the ", num_experts,
+            " experts");
+    Require(num_groups >= 1 && num_experts % num_groups == 0, num_experts, " experts do not make ",
+            num_groups, " equal groups");
+    Require(num_kept_groups >= 1 && num_kept_groups <= num_groups, "topk_group is ",
+            num_kept_groups, "; it must be from 1 to ", num_groups);
+  }
+};
+
+// exp(x + tail) for x <= 0 and a tail far below x, within 1.1 ulp; 0 below -104, where the true
+// value rounds to 0. x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2, whose remainder
+// is below 2^-27.
+HD float ExpOfNonPositive(float x, float tail = 0.f) {
+  if (!(x >= -104.f)) return 0.f;
+  // Next to 1.5 * 2^23 the last mantissa bit is 1, so the addition rounds to the nearest integer.
+  const float shifted = FmaRn(x, 0x1.715476p+0f, 12582912.f);
+  const float n = AddRn(shifted, -12582912.f);
+  float r = FmaRn(n, -0x1.62e4p-1f, x);  // ln 2 in two parts; the first product is exact
+  r = FmaRn(n, -0x1.7f7d1cp-20f, r);
+  r = AddRn(r, tail);
+  float p = 0x1.a01a02p-13f;         // 1/7!
+  p = FmaRn(p, r, 0x1.6c16c2p-10f);  // 1/6!
+  p = FmaRn(p, r, 0x1.111112p-7f);   // 1/5!
+  p = FmaRn(p, r, 0x1.555556p-5f);   // 1/4!
+  p = FmaRn(p, r, 0x1.555556p-3f);   // 1/3!
+  p = FmaRn(p, r, 0.5f);             // 1/2!
+  const float y = AddRn(1.f, FmaRn(MulRn(r, r), p, r));
+  // 2^n in two halves, because n goes down to -150; only the second product can round.
+  const int exponent = static_cast<int>(n);
+  const int half = exponent / 2;
+  const float first = FloatOf(static_cast<uint32_t>(127 + half) << 23);
+  const float second = FloatOf(static_cast<uint32_t>(127 + exponent - half) << 23);
+  return MulRn(MulRn(y, first), second);
+}
+
+// exp(x - largest). The difference is rounded, by up to 2^-18 where it is below -64; its tail (what
+// the rounding took, by Knuth's two-sum) is as exact as the exponential needs it.
+HD float ExpOfDifference(float x, float largest) {
+  const float difference = AddRn(x, -largest);
+  const float from_largest = AddRn(difference, -x);
+  const float tail =
+      AddRn(AddRn(x, -AddRn(difference, -from_largest)), AddRn(-largest, -from_largest));
+  return ExpOfNonPositive(difference, tail);
+}
+
+// 1 / (1 + exp(-x)), within 2 ulp also where it is tiny (0.5 tanh(x / 2) + 0.5 is not). With
+// q = e / (1 + e), e = exp(-|x|), it is 1 - q for positive x; for negative x it is q, written as
+// e - e q, which takes the rounding of 1 + e out again.
+HD float Sigmoid(float x) {
+  const float e = ExpOfNonPositive(-Abs(x));
+  const float q = DivRn(e, AddRn(1.f, e));
+  return x < 0.f ? FmaRn(-e, q, e) : AddRn(1.f, -q);
+}
+
+// A score that orders and is compared exactly: -0 becomes +0.
+HD float SelectionScore(float u, float bias) { return AddRn(AddRn(u, bias), 0.f); }
+
+// --- Keys: unsigned integers in the order of (score descending, id ascending), larger is better.
+
+HD uint32_t OrderedBits(float score) {
+  const uint32_t bits = BitsOf(score);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+HD uint64_t KeyOf(float score, int id) {
+  return uint64_t{OrderedBits(score)} << 32 | ~static_cast<uint32_t>(id);
+}
+// The key of a place without an expert: below all others, and different for every place.
+HD uint64_t EmptyKey(int id) { return ~static_cast<uint32_t>(id); }
+HD int IdOf(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+HD float ScoreOf(uint64_t key) {
+  const auto ordered = static_cast<uint32_t>(key >> 32);
+  return FloatOf(ordered >> 31 ? ordered & kAbsMask : ~ordered);
+}
+
+// --- Weights.
+
+// What the chosen experts' weights are multiplied with, given their sum.
+HD float Normaliser(float sum) { return DivRn(1.f, AddRn(sum, kTiny)); }
+
+// Sums are trees: padded with zeros to a power of two, then the upper half is added to the lower.
+// Adding a zero changes nothing, so any larger power gives the same bits.
+constexpr int TreePlaces(int count) {
+  return static_cast<int>(std::bit_ceil(static_cast<unsigned>(count)));
+}
+static_assert(TreePlaces(896) == 1024 && TreePlaces(1) == 1 && TreePlaces(32) == 32);
+
+}  // namespace jax_pcie

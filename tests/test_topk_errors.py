@@ -1,0 +1,88 @@
+"""What `topk_route` and `all_gather_topk` refuse, by the words that they say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import Ranks, at_two_ranks
+from jax import P
+
+import jax_pcie
+
+EXPERTS = 64
+
+BAD_ARGUMENTS: dict[str, tuple[dict, type[Exception], str]] = {
+    "k of 0": ({"k": 0}, ValueError, "k is 0"),
+    "k above 32": ({"k": 33}, ValueError, "k is 33.*at most 32"),
+    "k above E": ({"experts": 8, "k": 9}, ValueError, "k is 9.*experts, 8"),
+    "n_group": ({"n_group": 5}, ValueError, "n_group is 5.*experts, 64"),
+    "no group": ({"n_group": 0}, ValueError, "n_group is 0"),
+    "topk_group": ({"n_group": 4, "topk_group": 5}, ValueError, "topk_group is 5.*4"),
+    "scoring": ({"scoring": "tanh"}, ValueError, "scoring must be one of.*'tanh'"),
+    "factor": (
+        {"routed_scaling_factor": float("inf")},
+        ValueError,
+        "routed_scaling_factor is inf",
+    ),
+    "bias length": (
+        {"bias": np.zeros(63, np.float32)},
+        ValueError,
+        r"bias has shape \(63,\); it must be \(64,\)",
+    ),
+    "bias dtype": (
+        {"bias": np.zeros(64, np.float16)},
+        TypeError,
+        "bias has dtype float16",
+    ),
+    "logits dtype": ({"dtype": np.int32}, TypeError, "logits have dtype int32"),
+    "logits of 8 bytes": (
+        {"dtype": np.complex64},
+        TypeError,
+        "(logits|latent) ha.* dtype complex64",
+    ),
+    "logits rank": ({"shape": (2, 2, 32)}, ValueError, r"logits ha.* shape \(2, 2, "),
+}
+
+
+@at_two_ranks
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_topk_refuses_bad_arguments_by_name(ranks: Ranks, case: str) -> None:
+    arguments, error, pattern = BAD_ARGUMENTS[case]
+    arguments = dict(arguments)
+    experts = arguments.pop("experts", EXPERTS)
+    dtype = arguments.pop("dtype", np.float32)
+    shape = arguments.pop("shape", (2, experts))
+    logits = jnp.zeros(shape, dtype)
+    arguments.setdefault("k", 4)
+    with pytest.raises(error, match=f"topk_route: .*{pattern}"):
+        jax_pcie.topk_route(logits, **arguments)
+    fn = jax.shard_map(
+        lambda x: jax_pcie.all_gather_topk(x, x, ranks.group, **arguments),
+        mesh=ranks.mesh,
+        in_specs=P(*([None] * (logits.ndim - 1)), "tp"),
+        out_specs=P(),
+    )
+    with pytest.raises(error, match=f"all_gather_topk: .*({pattern}|must have 2 axes)"):
+        jax.eval_shape(fn, logits)
+
+
+@at_two_ranks
+def test_topk_refuses_bad_latents_and_places(ranks: Ranks) -> None:
+    logits = jnp.zeros((2, EXPERTS))
+
+    def refuse(latent: jax.Array, error: type[Exception], pattern: str) -> None:
+        fn = jax.shard_map(
+            lambda x, y: jax_pcie.all_gather_topk(x, y, ranks.group),
+            mesh=ranks.mesh,
+            in_specs=(P(), P(None, "tp")),
+            out_specs=P(),
+        )
+        with pytest.raises(error, match=pattern):
+            jax.eval_shape(fn, latent, logits)
+
+    refuse(jnp.zeros((2, 4), jnp.complex64), TypeError, "latent has dtype complex64")
+    refuse(jnp.zeros((2, 4, 1)), ValueError, "latent has shape")
+    refuse(jnp.zeros((3, 4)), ValueError, "latent has 3, logits has 2 rows")
+    refuse(jnp.zeros((2, 0)), ValueError, "must have columns")
+    with pytest.raises(ValueError, match="must be called inside jax"):
+        jax_pcie.all_gather_topk(logits, logits, ranks.group)
