@@ -50,6 +50,16 @@ __device__ __forceinline__ void StoreShared128(uint32_t address, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ uint2 LoadShared64(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void StoreShared32(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" : : "r"(address), "r"(v) : "memory");
+}
+
 // --- mbarriers
 
 __device__ __forceinline__ void MbarrierInit(uint32_t barrier, uint32_t arrivals) {
@@ -191,73 +201,41 @@ __device__ __forceinline__ uint32_t CvtE4m3x2F32(float first, float second) {
   return bytes;
 }
 
-// --- Warpgroup products.
+// --- Clusters
 
-__device__ __forceinline__ void WgmmaFence() {
-  asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
+__device__ __forceinline__ void BarrierClusterArrive() {
+  asm volatile("barrier.cluster.arrive.release;" : : : "memory");
 }
 
-__device__ __forceinline__ void WgmmaCommitGroup() {
-  asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
+// Orders nothing: for threads that have seen the results of whatever must have happened.
+__device__ __forceinline__ void BarrierClusterArriveRelaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" : : : "memory");
 }
 
-template <int kPending>
-__device__ __forceinline__ void WgmmaWaitGroup() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
+__device__ __forceinline__ void BarrierClusterWait() {
+  asm volatile("barrier.cluster.wait.acquire;" : : : "memory");
 }
 
-// d += a b: `a` are the fragments [64, 16] of a warpgroup, `b` describes [16, 128] in shared
-// memory.
-__device__ __forceinline__ void WgmmaM64N128K16F16(float (&d)[64], const uint32_t (&a)[4],
-                                                   uint64_t b) {
-  asm volatile(
-      "{\n"
-      " .reg .pred accumulate;\n"
-      " setp.eq.u32 accumulate, 0, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      " %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 0;\n"
-      "}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+// Where `rank` of the cluster has what this CTA has at `shared`.
+__device__ __forceinline__ uint32_t Mapa(uint32_t shared, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
 }
 
-__device__ __forceinline__ void WgmmaM64N128K16Bf16(float (&d)[64], const uint32_t (&a)[4],
-                                                    uint64_t b) {
-  asm volatile(
-      "{\n"
-      " .reg .pred accumulate;\n"
-      " setp.eq.u32 accumulate, 0, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      " %0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 0;\n"
-      "}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+__device__ __forceinline__ uint4 LoadCluster128(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t LoadCluster32(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
 }
 
 }  // namespace jax_pcie::ptx

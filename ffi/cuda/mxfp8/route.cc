@@ -3,6 +3,7 @@
 #include "../../error.h"
 #include "cublaslt.h"
 #include "gemm_sm90.h"
+#include "small.h"
 
 namespace jax_pcie::cuda::mxfp8 {
 namespace {
@@ -12,6 +13,10 @@ constexpr int kBlackwell = 100;
 
 Choice ChooseOnHopper(const Shape& shape, int scale_group) {
   const auto& [m, n, k, output, has_bias] = shape;
+  if (m <= kMaxSmallTokens) {
+    return {Route::kSmall, SmallWorkspaceBytes(m, n, k),
+            "few tokens: the weight streams once, exact products, fp32 sums"};
+  }
   const Choice exact{Route::kGemm, GemmSm90WorkspaceBytes(m, n, k),
                      "decoded to 16 bits in the kernel, exact products, fp32 sums"};
   if (scale_group != kTile || !BlockScaledSupports(m, n, k)) return exact;
@@ -46,13 +51,16 @@ Choice ChooseRoute(int compute_capability, const Shape& shape, int scale_group) 
 void Launch(Route route, const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
             cudaStream_t stream) {
   switch (route) {
+    case Route::kSmall:
+      Require(SmallSupports(call), "an MXFP8 product of ", call.x.rows, " x ", call.w.rows, " x ",
+              call.num_columns, " is too large for few tokens");
+      return LaunchSmall(call, workspace, stream);
     case Route::kGemm:
       return LaunchGemmSm90(call, workspace, stream);
     case Route::kBlockScaled:
       return LaunchBlockScaled(call, workspace, workspace_bytes, stream);
     case Route::kNative:
       return LaunchMxfp8Native(call, workspace, workspace_bytes, stream);
-    case Route::kSmall:
     case Route::kNone:
       break;
   }

@@ -1,0 +1,108 @@
+#include "../../error.h"
+#include "../launch.h"
+#include "small.h"
+#include "small_sm90.cuh"
+#include "tensor_map.h"
+
+namespace jax_pcie::cuda::mxfp8 {
+namespace {
+
+// What is launched, and how often.
+struct SmallPlan {
+  CUtensorMap x_map, w_map;
+  SmallArgs args;
+  int num_ctas;
+
+  template <class Form>
+  static SmallPlan For(const MultiplyCall& call) {
+    const auto is_aligned = [](const Operand& operand) {
+      return operand.stride % kTile == 0 && reinterpret_cast<uintptr_t>(operand.scales) % 4 == 0;
+    };
+    const int64_t k = call.num_columns, n = call.w.rows;
+    const auto num_words = static_cast<int>((k + kTile - 1) / kTile);
+    SmallPlan plan{};
+    plan.x_map = MapOfBytes(call.x.values, call.x.rows, k, call.x.stride, Form::kTokens);
+    plan.w_map = MapOfBytes(call.w.values, n, k, call.w.stride, Form::kRows);
+    plan.args.call = call;
+    plan.args.num_groups = static_cast<int>(k / kGroup);
+    plan.args.rank_words = (num_words + Form::kRanks - 1) / Form::kRanks;
+    plan.args.x_is_aligned = is_aligned(call.x);
+    plan.args.w_is_aligned = is_aligned(call.w);
+    plan.args.has_vector_stores = n % 4 == 0 && reinterpret_cast<uintptr_t>(call.y) % 16 == 0;
+    plan.num_ctas = static_cast<int>((n + Form::kRows - 1) / Form::kRows) * Form::kRanks;
+    return plan;
+  }
+
+  // `kernel` takes what `SmallKernel` takes.
+  template <class Form>
+  void Launch(void (*kernel)(CUtensorMap, CUtensorMap, SmallArgs), cudaStream_t stream) const {
+    constexpr int kSharedBytes = sizeof(SmallShared<Form>) + 1024;  // room to align it
+    static_assert(kSharedBytes <= kSmallSharedBytes);
+    CheckCuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute(SmallKernel)");
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {Form::kRanks, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(num_ctas);
+    config.blockDim = dim3(Form::kThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = Form::kRanks > 1;
+    CheckCuda(cudaLaunchKernelEx(&config, kernel, x_map, w_map, args), "SmallKernel");
+  }
+};
+
+template <class Form>
+void LaunchSmallForm(const MultiplyCall& call, cudaStream_t stream) {
+  SmallPlan::For<Form>(call).template Launch<Form>(SmallKernel<Form>, stream);
+}
+
+template <int kTokens, class Visitor>
+void VisitRows(int64_t num_outputs, Visitor&& visit) {
+  // Few outputs are spread over more CTAs: up to 112, of the 120 that clusters of four find room
+  // for.
+  if (num_outputs <= 28 * 64) {
+    visit.template operator()<SmallForm<kTokens, 1, 2, 1, 4>>();
+  } else if (num_outputs <= 28 * 128) {
+    visit.template operator()<SmallForm<kTokens, 2, 1, 1, 4>>();
+  } else {
+    visit.template operator()<SmallForm<kTokens, 2, 1, 2, 4>>();
+  }
+}
+
+// Which form multiplies how many tokens. How the columns are shared out does not depend on their
+// number, so neither do a token's bits.
+template <class Visitor>
+void VisitForm(const MultiplyCall& call, Visitor&& visit) {
+  const int64_t num_tokens = call.x.rows;
+  if (num_tokens <= 8) return VisitRows<8>(call.w.rows, visit);
+  if (num_tokens <= 16) return VisitRows<16>(call.w.rows, visit);
+  if (num_tokens <= 32) return VisitRows<32>(call.w.rows, visit);
+  return VisitRows<64>(call.w.rows, visit);
+}
+
+bool IsAligned(const uint8_t* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+}  // namespace
+
+bool SmallSupports(const MultiplyCall& call) {
+  constexpr int64_t kMaxExtent = int64_t{1} << 28;
+  const auto fits = [&](const Operand& operand) {
+    return operand.stride % kGroup == 0 && operand.stride >= call.num_columns &&
+           operand.stride <= kMaxExtent && IsAligned(operand.values);
+  };
+  return call.x.rows >= 1 && call.x.rows <= kMaxSmallTokens && call.w.rows >= 1 &&
+         call.w.rows <= kMaxExtent && call.num_columns >= kGroup &&
+         call.num_columns % kGroup == 0 && fits(call.x) && fits(call.w);
+}
+
+int64_t SmallWorkspaceBytes(int64_t, int64_t, int64_t) { return 0; }
+
+void LaunchSmall(const MultiplyCall& call, void*, cudaStream_t stream) {
+  VisitForm(call, [&]<class Form>() { LaunchSmallForm<Form>(call, stream); });
+}
+
+}  // namespace jax_pcie::cuda::mxfp8
