@@ -3,7 +3,8 @@
     python benchmarks/gpu_tests.py --receipt benchmarks/results/NAME.json [ARGUMENTS]
 
 ARGUMENTS are pytest's. XLA reads its flags once a process, so each setting is a run of
-`pytest -m cuda`.
+`pytest -m cuda`: with graphs from one kernel up, without graphs, and with graphs whose
+branches run concurrently.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import sys
 import harness
 
 SETTINGS = {
-    "graphs from one kernel up": "--xla_gpu_graph_min_graph_size=1",
-    "no graphs": "--xla_gpu_enable_command_buffer=",
-    "graphs with concurrent branches": (
+    "graphs": "--xla_gpu_graph_min_graph_size=1",
+    "no-graphs": "--xla_gpu_enable_command_buffer=",
+    "concurrent-graphs": (
         "--xla_gpu_graph_min_graph_size=1"
         " --xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
     ),
@@ -50,8 +51,11 @@ def run(flags: str, arguments: list[str]) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--receipt", type=pathlib.Path, required=True)
+    parser.add_argument(
+        "--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS)
+    )
     options, arguments = parser.parse_known_args()
-    runs = {name: run(flags, arguments) for name, flags in SETTINGS.items()}
+    runs = {name: run(SETTINGS[name], arguments) for name in options.settings}
     passed = all(r["exit_code"] == 0 and r["passed"] for r in runs.values())
     receipt = {**harness.facts(), "verdict": "pass" if passed else "FAIL", "runs": runs}
     harness.write_receipt(options.receipt, receipt)

@@ -22,7 +22,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_pcie import _ffi
+from jax_pcie.group import check_dtype
 from jax_pcie.mxfp8 import format, product
+from jax_pcie.mxfp8.checks import check_scale_group
 from jax_pcie.mxfp8.format import GROUP, NAN_SCALE, Operand
 
 OUTPUT_TYPES = ("bfloat16", "float16", "float32")  # in the order of the kernels' enum
@@ -424,7 +426,7 @@ def _choose(
     has_bias: bool,
 ) -> Plan:
     if capability is None:
-        return Plan(Route.GENERIC, 0, "not a GPU that the CUDA module was built for")
+        return Plan(Route.GENERIC, 0, "no CUDA device, or no CUDA module of ours")
     if 0 in (num_tokens, num_outputs):
         return Plan(Route.GENERIC, 0, "an empty result")
     route, workspace_bytes, reason = _ffi.native_module("cuda").mxfp8_route(
@@ -458,10 +460,24 @@ def plan(
         has_bias: whether a bias is added.
         device: where; default JAX's first device.
 
+    Raises:
+        ValueError: a size or `scale_group` does not fit.
+        TypeError: `dtype` does not fit.
+
     Example:
         >>> plan(8, 7168, 7168, device=jax.devices("cpu")[0]).route.name
         'GENERIC'
     """
+    check_scale_group("plan", scale_group)
+    dtype = check_dtype("plan's dtype", dtype)
+    for name, size in (
+        ("num_tokens", num_tokens),
+        ("num_outputs", num_outputs),
+        ("num_columns", num_columns),
+    ):
+        if size < 0 or (name == "num_columns" and (size == 0 or size % GROUP)):
+            rule = "a positive multiple of 32" if name == "num_columns" else "0 or more"
+            raise ValueError(f"{name} is {size}, and must be {rule}")
     device = jax.devices()[0] if device is None else device
     return _choose(
         _ffi.mxfp8_device_capability(device),
@@ -469,6 +485,6 @@ def plan(
         num_outputs,
         num_columns,
         scale_group=scale_group,
-        dtype=np.dtype(dtype),
+        dtype=dtype,
         has_bias=has_bias,
     )
