@@ -169,6 +169,11 @@ __device__ __forceinline__ void BarrierSync(int barrier, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
 }
 
+// Does not wait: pairs with others' `BarrierSync`.
+__device__ __forceinline__ void BarrierArrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
+}
+
 // --- E4M3 conversions, two values at a time; the low byte is the first value.
 
 __device__ __forceinline__ uint32_t CvtF16x2E4m3x2(uint32_t low_two_bytes) {
@@ -223,19 +228,43 @@ __device__ __forceinline__ uint32_t Mapa(uint32_t shared, int rank) {
   return address;
 }
 
-__device__ __forceinline__ uint4 LoadCluster128(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 __device__ __forceinline__ uint32_t LoadCluster32(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+
+// Stores that complete on an mbarrier of the same CTA. Pair with `MbarrierWaitCluster`.
+__device__ __forceinline__ void StoreAsync128(uint32_t address, uint4 v, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32"
+      " [%0], {%1, %2, %3, %4}, [%5];"
+      :
+      : "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void StoreAsync32(uint32_t address, uint32_t v, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+               :
+               : "r"(address), "r"(v), "r"(barrier)
+               : "memory");
+}
+
+// As `MbarrierWait`, for what other CTAs of the cluster have stored.
+__device__ __forceinline__ void MbarrierWaitCluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      " .reg .pred done;\n"
+      "again:\n"
+      " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      " @done bra finished;\n"
+      " bra again;\n"
+      "finished:\n"
+      "}"
+      :
+      : "r"(barrier), "r"(parity)
+      : "memory");
 }
 
 }  // namespace jax_pcie::ptx

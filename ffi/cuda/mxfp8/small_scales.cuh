@@ -33,7 +33,7 @@ struct ScaleSource {
   Operand operand;
   int num_groups;             // of the whole row
   int first_word, num_words;  // this CTA's, of four groups
-  bool is_aligned;            // rows begin at multiples of four bytes
+  int load_bytes;             // that one load can have: 16, 4 or 1
 
   // Rows behind the last, whose values are zero, repeat its scales.
   __device__ int64_t Clamped(int row) const {
@@ -62,61 +62,73 @@ struct ScaleSource {
   }
 };
 
-// A warp's share of the rows: kUnits times eight, a row for each quad of lanes, of which a lane has
-// every fourth word. What it stores must be stored before others read it.
+// A warp's share of the rows: kUnits times eight, a row for each quad of lanes. Of 16 words a lane
+// has four in a row where loads are that wide, else every fourth. What it stores must be stored
+// before others read it.
 template <int kUnits, int kSegmentWords, int kPitch>
 class WarpScales {
  public:
   // The first row is `row` of the CTA's and of shared memory's, `first_row` + `row` of the operand.
   __device__ WarpScales(const ScaleSource& source, int first_row, int row, uint32_t words,
                         uint32_t states)
-      : source_(source),
-        row_(first_row + row + threadIdx.x % 32 / 4),
-        words_(words + (threadIdx.x % 4 * kPitch + row + threadIdx.x % 32 / 4) * 4),
-        states_(states + (row + threadIdx.x % 32 / 4) * 4) {}
+      : source_(source), lane_(ptx::Kept(threadIdx.x % 32)) {
+    const bool is_wide = source.load_bytes == 16;
+    first_word_ = lane_ % 4 * (is_wide ? 4 : 1);
+    word_step_ = is_wide ? 1 : 4;
+    row_ = first_row + row + lane_ / 4;
+    words_ = words + (first_word_ * kPitch + row + lane_ / 4) * 4;
+    states_ = states + (row + lane_ / 4) * 4;
+  }
 
   // Stores the rows' states and the words of the first segment; returns this lane's rows' states.
-  __device__ uint32_t Prepare() {
+  // Calls `announce` once the first loads have begun.
+  template <class Announce>
+  __device__ __forceinline__ uint32_t Prepare(Announce&& announce) {
     if (source_.num_words == 0) {
+      announce();
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) StoreState(u, 127 | RowState::kPlain);
       return 0;
     }
-    uint32_t highest[kUnits], lowest[kUnits];  // two 16-bit values each
+    uint32_t highest[kUnits], lowest[kUnits];  // of 16-bit values whose upper bytes count
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       highest[u] = 0;
-      lowest[u] = 0x00ff00ff;
+      lowest[u] = ~0u;
     }
-    for (int first = (source_.num_words - 1) / kSegmentWords * kSegmentWords; first >= 0;
-         first -= kSegmentWords) {
+    for (int first = LastSegment();; first -= kSegmentWords) {
       Load(first);
+      if (first == LastSegment()) announce();
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
         for (int j = 0; j < kLaneWords; ++j) {
-          const uint32_t even = held_[u][j] & 0x00ff00ff, odd = held_[u][j] >> 8 & 0x00ff00ff;
-          highest[u] = __vmaxu2(__vmaxu2(highest[u], even), odd);
-          lowest[u] = __vminu2(__vminu2(lowest[u], even), odd);
+          const uint32_t odd = held_[u][j], even = odd << 8;
+          highest[u] = __vimax3_u16x2(highest[u], odd, even);
+          lowest[u] = __vimin3_u16x2(lowest[u], odd, even);
         }
       }
+      if (first == 0) break;
     }
-    uint32_t all = 0;
+    uint32_t row_states[kUnits];
     bool are_plain = true;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
+      // The highest, and what the lowest lacks to 255.
+      const uint32_t high_halves = highest[u] >> 8 & 0x00ff00ff;
+      const uint32_t low_halves = ~lowest[u] >> 8 & 0x00ff00ff;
+      uint32_t both = __vmaxu2(__byte_perm(high_halves, low_halves, 0x5410),
+                               __byte_perm(high_halves, low_halves, 0x7632));
 #pragma unroll
-      for (int i = 1; i < 4; i *= 2) {
-        highest[u] = __vmaxu2(highest[u], __shfl_xor_sync(~0u, highest[u], i));
-        lowest[u] = __vminu2(lowest[u], __shfl_xor_sync(~0u, lowest[u], i));
-      }
-      const int high = max(highest[u] & 0xffff, highest[u] >> 16);
-      const int low = min(lowest[u] & 0xffff, lowest[u] >> 16);
+      for (int i = 1; i < 4; i *= 2) both = __vmaxu2(both, __shfl_xor_sync(~0u, both, i));
+      const int high = both & 0xffff, low = 255 - static_cast<int>(both >> 16);
       const bool is_plain =
           high - low < kReferenceField && high >= kMinReference && high <= kMaxReference;
       are_plain &= is_plain;
-      StoreState(u, is_plain ? high | RowState::kPlain : 0);
+      row_states[u] = is_plain ? high | RowState::kPlain : 0;
+      StoreState(u, row_states[u]);
     }
+    uint32_t all = 0;
     if (!__all_sync(~0u, are_plain)) {
       __syncwarp();
 #pragma unroll 1
@@ -127,62 +139,93 @@ class WarpScales {
         __syncwarp();
         all |= LoadState(u);
       }
+      LoadStates(row_states);
     }
-    __syncwarp();
-    StoreHeld(0);
+    StoreHeld(0, row_states);
     return all;
   }
 
   // The words of a later segment.
-  __device__ void StoreSegment(int first) {
+  __device__ __forceinline__ void StoreSegment(int first) {
     Load(first);
-    StoreHeld(first);
+    uint32_t row_states[kUnits];
+    LoadStates(row_states);
+    StoreHeld(first, row_states);
   }
 
  private:
   static constexpr int kLaneWords = kSegmentWords / 4;
+  static_assert(kLaneWords % 4 == 0);
+  static_assert(kPitch % 8 == 2);  // wide loads: rows by lanes of a word lie in different banks
+
+  __device__ int LastSegment() const {
+    return (source_.num_words - 1) / kSegmentWords * kSegmentWords;
+  }
 
   __device__ uint32_t LoadState(int u) const { return ptx::LoadShared32(states_ + u * 8 * 4); }
 
+  __device__ __forceinline__ void LoadStates(uint32_t (&row_states)[kUnits]) const {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) row_states[u] = LoadState(u);
+  }
+
   __device__ void StoreState(int u, uint32_t state) const {
-    if (threadIdx.x % 4 == 0) ptx::StoreShared32(states_ + u * 8 * 4, state);
+    if (lane_ % 4 == 0) ptx::StoreShared32(states_ + u * 8 * 4, state);
   }
 
   // From word `first` of the CTA's part on; words behind the last repeat it.
-  __device__ void Load(int first) {
-    const int end = source_.first_word + source_.num_words;
-    const int word = source_.first_word + first + threadIdx.x % 4;
-    const bool is_whole = source_.is_aligned && 4 * end <= source_.num_groups;
+  __device__ __forceinline__ void Load(int first) {
+    const int begin = source_.first_word + first;
+    const int last = source_.first_word + source_.num_words - 1;
+    const bool is_whole = source_.load_bytes >= 4 && 4 * (last + 1) <= source_.num_groups;
+    auto visit_rows = [&](auto&& visit) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const uint8_t* const scales = source_.Scales(row_ + u * 8);
-      if (is_whole) {
+      for (int u = 0; u < kUnits; ++u) visit(source_.Scales(row_ + u * 8), held_[u]);
+    };
+    if (source_.load_bytes == 16) {
+      visit_rows([&](const uint8_t* scales, uint32_t (&held)[kLaneWords]) {
+#pragma unroll
+        for (int j = 0; j < kLaneWords; j += 4) {
+          const int four = min((begin + WordOf(j)) / 4, last / 4);
+          const uint4 v = __ldg(reinterpret_cast<const uint4*>(scales) + four);
+          held[j] = v.x, held[j + 1] = v.y, held[j + 2] = v.z, held[j + 3] = v.w;
+        }
+      });
+    } else if (is_whole) {
+      visit_rows([&](const uint8_t* scales, uint32_t (&held)[kLaneWords]) {
 #pragma unroll
         for (int j = 0; j < kLaneWords; ++j) {
-          held_[u][j] =
-              __ldg(reinterpret_cast<const uint32_t*>(scales) + min(word + 4 * j, end - 1));
+          held[j] = __ldg(reinterpret_cast<const uint32_t*>(scales) + min(begin + WordOf(j), last));
         }
-      } else {
+      });
+    } else {
+      visit_rows([&](const uint8_t* scales, uint32_t (&held)[kLaneWords]) {
 #pragma unroll
         for (int j = 0; j < kLaneWords; ++j) {
-          held_[u][j] = source_.Word(scales, min(word + 4 * j, end - 1));
+          held[j] = source_.Word(scales, min(begin + WordOf(j), last));
         }
-      }
+      });
     }
   }
 
-  __device__ void StoreHeld(int first) const {
-    const int num_left = source_.num_words - first - static_cast<int>(threadIdx.x % 4);
+  // Where this lane's word j is in a segment.
+  __device__ int WordOf(int j) const { return first_word_ + j / 4 * 16 + j % 4 * word_step_; }
+
+  __device__ __forceinline__ void StoreHeld(int first, const uint32_t (&row_states)[kUnits]) const {
+    const int num_left = source_.num_words - first;
+    auto store = [&](int u, int j, uint32_t word) {
+      const uint32_t to = words_ + (j / 4 * 16 + j % 4 * word_step_) * (kPitch * 4) + u * 8 * 4;
+      if (WordOf(j) < num_left) ptx::StoreShared32(to, word);
+    };
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      const uint32_t state = LoadState(u);
+      const uint32_t state = row_states[u];
       const uint32_t reference = state & RowState::kReference;
-      const uint32_t to = words_ + u * 8 * 4;
       if (__all_sync(~0u, state & RowState::kPlain)) {
         const uint32_t shift = (kReferenceExponent - reference) * 0x01010101u;
 #pragma unroll
         for (int j = 0; j < kLaneWords; ++j) {  // no byte leaves its range
-          if (4 * j < num_left) ptx::StoreShared32(to + j * (4 * kPitch * 4), held_[u][j] + shift);
+          store(u, j, held_[u][j] + shift);
         }
         continue;
       }
@@ -194,7 +237,7 @@ class WarpScales {
             __vminu4(__vsubus4(reference * 0x01010101u, held_[u][j]), reach * 0x01010101u);
         const uint32_t bytes =
             (kReferenceExponent * 0x01010101u - down) | __vcmpeq4(held_[u][j], 0xffffffff);
-        if (4 * j < num_left) ptx::StoreShared32(to + j * (4 * kPitch * 4), bytes);
+        store(u, j, bytes);
       }
     }
   }
@@ -207,7 +250,7 @@ class WarpScales {
     int highest = -1, lowest = 256;
     bool has_nan = false;
 #pragma unroll 1
-    for (int i = threadIdx.x % 4; i < source_.num_words; i += 4) {
+    for (int i = lane_ % 4; i < source_.num_words; i += 4) {
       const int word = source_.first_word + i;
       const uint32_t bytes = source_.Word(scales, word);
 #pragma unroll
@@ -237,7 +280,9 @@ class WarpScales {
   }
 
   const ScaleSource& source_;
+  uint32_t lane_;  // kept, so that nothing is computed from it before it is wanted
   int row_;
+  int first_word_, word_step_;  // of this lane's four words of 16
   uint32_t words_, states_;
   uint32_t held_[kUnits][kLaneWords];
 };

@@ -7,9 +7,11 @@
 //   the others    decode w into registers and multiply: w from registers, tokens from the second
 //                 ring
 //
-// At the end the ranks' partial sums meet through distributed shared memory, in rank order. Memory
-// is the bound, so the first ring is all the shared memory that is left, and its first round is
-// requested before anything else happens. The order of columns is that of `gemm_sm90.cuh`.
+// At the end each rank gets the others' sums of its share of the rows in its inbox, and adds them
+// in rank order. Memory is the bound, so the first ring is all the shared memory that is left. Its
+// first round is requested as soon as the scales are: behind 200 KB of w for each SM these would
+// arrive last, and nothing can be multiplied without them. The order of columns is that of
+// `gemm_sm90.cuh`.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,7 +32,8 @@
 namespace jax_pcie::cuda::mxfp8 {
 
 inline constexpr int kSmallSharedBytes = 227 * 1024;
-inline constexpr int kConsumersBarrier = 1, kSegmentBarrier = 2;
+inline constexpr int kConsumersBarrier = 1, kSegmentBarrier = 2, kRequestsBarrier = 3;
+inline constexpr int kBiasThreads = 96;  // of the copying warpgroup, without the copying warp
 
 // The tuning choices of a kernel.
 template <int kTokens_, int kRowGroups_, int kColumnGroups_, int kBlocks_, int kRanks_>
@@ -40,6 +43,7 @@ struct SmallForm {
   static constexpr int kColumnGroups = kColumnGroups_;  // the same, taking turns at stages
   static constexpr int kBlocks = kBlocks_;              // of 64 rows, for each warpgroup: 1 or 2
   static constexpr int kRanks = kRanks_;                // CTAs of a cluster
+  static_assert(kRanks >= 2);
 
   static constexpr int kRows = 64 * kBlocks * kRowGroups;
   static constexpr int kConsumerWarps = 4 * kRowGroups * kColumnGroups;
@@ -52,22 +56,30 @@ struct SmallForm {
 
   // Scale words are held for so many stages; the columns beyond are further segments.
   static constexpr int kSegmentWords = 4096 / kRows;
-  // Words are written four rows of a column by eight: those then lie in different banks.
-  static constexpr int Pitch(int rows) { return (rows + 23) / 32 * 32 + 8; }
-  static constexpr int kWPitch = Pitch(kRows), kXPitch = Pitch(kTokens);
+  static constexpr int kWPitch = kRows + 10, kXPitch = kTokens + 10;  // see `WarpScales`
+  static constexpr int kWScaleWarps = std::min(kRows / 8, kConsumerWarps);
+  static constexpr int kXScaleWarps = std::min(kTokens / 8, 4);
+  static constexpr int kRequesters = 32 * (1 + kWScaleWarps + kXScaleWarps);
+
+  static constexpr int kShareRows = kRows / kRanks;  // that a rank finishes
+  static constexpr int kShareQuads = kTokens * kShareRows / 4;
+  static_assert(kShareRows % 16 == 0);
+  static constexpr int kInboxBytes = (kRanks - 1) * kTokens * kShareRows * 4;
 
   static constexpr int kStageBytes = (kRows + kTokens) * kTile;
   static constexpr int kDecodedBytes = kTokens * kTile * 2;
   // A consumer gives a slot back once it has begun with its next one.
-  static constexpr int kDecodedStages = std::max(kTokens == 64 ? 2 : 3, kColumnGroups + 1);
+  static constexpr int kDecodedStages = std::max(2 + 32 / kTokens, kColumnGroups + 1);
   static constexpr int kMaxStages = 24;
-  static constexpr int kOtherBytes = kDecodedStages * kDecodedBytes +
-                                     kSegmentWords * (kWPitch + kXPitch) * 4 +
-                                     (2 * kRows + kTokens) * 4 + 8 * (3 * kMaxStages + 9);
+  static constexpr int kOtherBytes =
+      kDecodedStages * kDecodedBytes + kInboxBytes + kSegmentWords * (kWPitch + kXPitch) * 4 +
+      (2 * kRows + kTokens) * 4 + 8 * (3 * kMaxStages + 2 * kDecodedStages + kRanks + 1);
   // 2 KiB: alignment within and of the whole.
   static constexpr int kStages =
       std::min(kMaxStages, (kSmallSharedBytes - 2048 - kOtherBytes) / kStageBytes);
   static_assert(kStages >= 2);
+  // Enough to keep the memory busy until the scales are there.
+  static constexpr int kFirstStages = std::min(kStages, 96 * 1024 / (kRows * kTile));
 
   static constexpr int kSumsPitch = kRows + 4;  // 4 mod 16: stored without bank conflicts
 };
@@ -82,6 +94,7 @@ struct alignas(1024) SmallShared {
     };
     float sums[Form::kColumnGroups][Form::kTokens][Form::kSumsPitch];  // once the rings have served
   };
+  float inbox[Form::kRanks - 1][Form::kTokens][Form::kShareRows];  // by distance, less one
   uint32_t w_words[Form::kSegmentWords][Form::kWPitch];
   uint32_t x_words[Form::kSegmentWords][Form::kXPitch];
   uint32_t w_states[Form::kRows];
@@ -89,7 +102,8 @@ struct alignas(1024) SmallShared {
   float bias[Form::kRows];
   uint64_t w_full[Form::kStages], x_full[Form::kStages], empty[Form::kStages];
   uint64_t decoded_full[Form::kDecodedStages], decoded_empty[Form::kDecodedStages];
-  uint32_t has_far;
+  uint64_t inbox_full;
+  uint32_t has_far[Form::kRanks];  // by distance: the others' come with the inbox
 };
 
 // Where its parts are, as 32-bit addresses.
@@ -125,7 +139,14 @@ class SmallMap {
   __device__ uint32_t decoded_empty(int s) const {
     return base_ + offsetof(Shared, decoded_empty) + 8 * s;
   }
-  __device__ uint32_t has_far() const { return base_ + offsetof(Shared, has_far); }
+  __device__ uint32_t inbox(int slot, int token, int row) const {
+    return base_ + offsetof(Shared, inbox) +
+           ((slot * Form::kTokens + token) * Form::kShareRows + row) * 4;
+  }
+  __device__ uint32_t inbox_full() const { return base_ + offsetof(Shared, inbox_full); }
+  __device__ uint32_t has_far(int distance) const {
+    return base_ + offsetof(Shared, has_far) + 4 * distance;
+  }
 
  private:
   uint32_t base_;
@@ -133,10 +154,10 @@ class SmallMap {
 
 struct SmallArgs {
   MultiplyCall call;
-  int num_groups;                   // K / 32
-  int rank_words;                   // stages of 128 columns for each CTA of a cluster
-  bool x_is_aligned, w_is_aligned;  // scale bytes can be loaded by four
-  bool has_vector_stores;           // so can outputs be stored
+  int num_groups;                  // K / 32
+  int rank_words;                  // stages of 128 columns for each CTA of a cluster
+  int x_load_bytes, w_load_bytes;  // of scales: 16, 4 or 1
+  bool has_vector_stores;          // outputs can be stored by four
 };
 static_assert(std::is_trivially_copyable_v<SmallArgs>);
 
@@ -153,21 +174,29 @@ struct SmallWork {
         num_words(max(0, min(args.rank_words, (args.num_groups + 3) / 4 - first_word))) {}
 };
 
-// --- The thread that fills the ring
+// --- The warp that fills the ring
 
 template <class Form>
-__device__ __forceinline__ void InitSmallBarriers(const SmallMap<Form>& shared) {
-  for (int s = 0; s < Form::kStages; ++s) {
-    ptx::MbarrierInit(shared.w_full(s), 1);
-    ptx::MbarrierInit(shared.x_full(s), 1);
-    ptx::MbarrierInit(shared.empty(s), 4 * Form::kRowGroups + Form::kDecoderWarps);
+__device__ __forceinline__ void InitSmallBarriers(const SmallMap<Form>& shared, int num_tokens,
+                                                  int lane) {
+  static_assert(Form::kStages < 32 && Form::kDecodedStages < 32);
+  if (lane < Form::kStages) {
+    ptx::MbarrierInit(shared.w_full(lane), 1);
+    ptx::MbarrierInit(shared.x_full(lane), 1);
+    ptx::MbarrierInit(shared.empty(lane), 4 * Form::kRowGroups + Form::kDecoderWarps);
   }
-  for (int s = 0; s < Form::kDecodedStages; ++s) {
-    ptx::MbarrierInit(shared.decoded_full(s), Form::kDecoderWarps);
-    ptx::MbarrierInit(shared.decoded_empty(s), 4 * Form::kRowGroups);
+  if (lane < Form::kDecodedStages) {
+    ptx::MbarrierInit(shared.decoded_full(lane), Form::kDecoderWarps);
+    ptx::MbarrierInit(shared.decoded_empty(lane), 4 * Form::kRowGroups);
+  }
+  if (lane == 31) {
+    ptx::MbarrierInit(shared.inbox_full(), 1);
+    ptx::MbarrierArriveExpectTx(shared.inbox_full(),
+                                (Form::kRanks - 1) * (num_tokens * Form::kShareRows + 1) * 4);
   }
   ptx::FenceMbarrierInit();
   ptx::FenceProxyAsync();
+  __syncwarp();
 }
 
 // Tokens and w arrive separately: tokens come from L2, and are decoded while w is on its way.
@@ -176,21 +205,32 @@ __device__ __forceinline__ void RequestStage(const SmallMap<Form>& shared,
                                              const SmallWork<Form>& work, const CUtensorMap* x_map,
                                              const CUtensorMap* w_map, int k, int slot) {
   const int column = (work.first_word + k) * kTile;
-  ptx::MbarrierArriveExpectTx(shared.w_full(slot), Form::kRows * kTile);
-  ptx::CopyTensor2d(shared.w(slot), w_map, column, work.first_row, shared.w_full(slot));
   ptx::MbarrierArriveExpectTx(shared.x_full(slot), Form::kTokens * kTile);
   ptx::CopyTensor2d(shared.x(slot), x_map, column, 0, shared.x_full(slot));
+  ptx::MbarrierArriveExpectTx(shared.w_full(slot), Form::kRows * kTile);
+  ptx::CopyTensor2d(shared.w(slot), w_map, column, work.first_row, shared.w_full(slot));
 }
 
+template <class Form>
+__device__ __forceinline__ void RequestStages(const SmallMap<Form>& shared,
+                                              const SmallWork<Form>& work, const CUtensorMap* x_map,
+                                              const CUtensorMap* w_map, int begin, int end) {
+  RingPosition<Form::kStages> stage;
+  for (int k = 0; k < begin; ++k) stage.Advance();
+#pragma unroll 1
+  for (int k = begin; k < end; ++k, stage.Advance()) {
+    ptx::MbarrierWait(shared.empty(stage.index()), stage.parity() ^ 1);
+    RequestStage(shared, work, x_map, w_map, k, stage.index());
+  }
+}
+
+// All of the CTA waits until these have been requested.
 template <class Form>
 __device__ __forceinline__ void RequestFirstStages(const SmallMap<Form>& shared,
                                                    const SmallWork<Form>& work,
                                                    const CUtensorMap* x_map,
                                                    const CUtensorMap* w_map) {
-#pragma unroll 1
-  for (int k = 0; k < min(work.num_words, Form::kStages); ++k) {
-    RequestStage(shared, work, x_map, w_map, k, k);
-  }
+  RequestStages(shared, work, x_map, w_map, 0, min(work.num_words, Form::kFirstStages));
 }
 
 template <class Form>
@@ -198,31 +238,27 @@ __device__ __forceinline__ void RequestLaterStages(const SmallMap<Form>& shared,
                                                    const SmallWork<Form>& work,
                                                    const CUtensorMap* x_map,
                                                    const CUtensorMap* w_map) {
-  RingPosition<Form::kStages> stage;
-#pragma unroll 1
-  for (int k = Form::kStages; k < work.num_words; ++k, stage.Advance()) {
-    ptx::MbarrierWait(shared.empty(stage.index()), stage.parity());
-    RequestStage(shared, work, x_map, w_map, k, stage.index());
-  }
+  RequestStages(shared, work, x_map, w_map, Form::kFirstStages, work.num_words);
 }
 
 // --- Scales
 
 // The decoders have the tokens', the consumers those of w.
 template <class Form>
-using TokenScales = WarpScales<(Form::kTokens + 31) / 32, Form::kSegmentWords, Form::kXPitch>;
+using TokenScales =
+    WarpScales<Form::kTokens / 8 / Form::kXScaleWarps, Form::kSegmentWords, Form::kXPitch>;
 template <class Form>
-using WeightScales = WarpScales<Form::kRows / 8 / std::min(Form::kRows / 8, Form::kConsumerWarps),
-                                Form::kSegmentWords, Form::kWPitch>;
+using WeightScales =
+    WarpScales<Form::kRows / 8 / Form::kWScaleWarps, Form::kSegmentWords, Form::kWPitch>;
 
 template <class Form, class Visitor>
 __device__ __forceinline__ void WithTokenScales(const SmallMap<Form>& shared, const SmallArgs& args,
                                                 const SmallWork<Form>& work, int warp,
                                                 Visitor&& visit) {
-  const int row = warp * ((Form::kTokens + 31) / 32) * 8;
+  const int row = warp * (Form::kTokens / Form::kXScaleWarps);
   if (row >= Form::kTokens) return;
   const ScaleSource source{args.call.x, args.num_groups, work.first_word, work.num_words,
-                           args.x_is_aligned};
+                           args.x_load_bytes};
   visit(TokenScales<Form>(source, 0, row, shared.x_words(), shared.x_states()));
 }
 
@@ -230,40 +266,47 @@ template <class Form, class Visitor>
 __device__ __forceinline__ void WithWeightScales(const SmallMap<Form>& shared,
                                                  const SmallArgs& args, const SmallWork<Form>& work,
                                                  int warp, Visitor&& visit) {
-  const int row = warp * (Form::kRows / std::min(Form::kRows / 8, Form::kConsumerWarps));
+  const int row = warp * (Form::kRows / Form::kWScaleWarps);
   if (row >= Form::kRows) return;
   const ScaleSource source{args.call.w, args.num_groups, work.first_word, work.num_words,
-                           args.w_is_aligned};
+                           args.w_load_bytes};
   visit(WeightScales<Form>(source, work.first_row, row, shared.w_words(), shared.w_states()));
 }
 
-// By all of the CTA; returns this thread's part of the rows' states.
+// Returns this thread's part of the rows' states.
 template <class Form>
 __device__ __forceinline__ uint32_t PrepareStates(const SmallMap<Form>& shared,
                                                   const SmallArgs& args,
                                                   const SmallWork<Form>& work) {
   const int warp = threadIdx.x / 32;
   uint32_t states = 0;
+  auto prepare = [&](auto scales) {
+    states = scales.Prepare([] {
+      ptx::BarrierArrive(kRequestsBarrier, Form::kRequesters);  // w may follow
+    });
+  };
   if (warp < 4) {
-    WithTokenScales(shared, args, work, warp, [&](auto scales) { states = scales.Prepare(); });
+    WithTokenScales(shared, args, work, warp, prepare);
   } else if (warp >= 8) {
-    WithWeightScales(shared, args, work, warp - 8, [&](auto scales) { states = scales.Prepare(); });
-  } else if (warp > 4 && args.call.bias != nullptr) {
-    const int row = threadIdx.x - 5 * 32;
-    constexpr int kLoads = (Form::kRows + 95) / 96;
-    float bias[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      bias[i] = row + i * 96 < work.num_rows ? args.call.bias[work.first_row + row + i * 96] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (row + i * 96 < Form::kRows) {
-        ptx::StoreShared32(shared.bias() + (row + i * 96) * 4, __float_as_uint(bias[i]));
-      }
-    }
+    WithWeightScales(shared, args, work, warp - 8, prepare);
   }
   return states;
+}
+
+// --- The bias
+
+// By the threads that have nothing else to do; late, as it is needed last.
+template <class Form>
+__device__ __forceinline__ void PrepareBias(const SmallMap<Form>& shared, const SmallArgs& args,
+                                            const SmallWork<Form>& work, int thread) {
+  if (args.call.bias != nullptr) {
+#pragma unroll
+    for (int row = thread; row < Form::kRows; row += kBiasThreads) {
+      const float bias = row < work.num_rows ? args.call.bias[work.first_row + row] : 0;
+      ptx::StoreShared32(shared.bias() + row * 4, __float_as_uint(bias));
+    }
+  }
+  ptx::BarrierArrive(kConsumersBarrier, Form::kConsumers + kBiasThreads);
 }
 
 // --- 16-bit values: the same numbers in both loops.
@@ -492,7 +535,13 @@ __device__ __forceinline__ void Multiply(const SmallMap<Form>& shared, const Sma
   for (int i = 0; i < kThreadRows; ++i) {
     factors[i] = FactorOf(ptx::LoadShared32(shared.w_states() + (first_row + row_of(i)) * 4));
   }
-  ptx::BarrierSync(kConsumersBarrier, Form::kConsumers);  // the rings have served
+  uint2 states[Form::kTokens / 8];  // of tokens 2 q and the next
+#pragma unroll
+  for (int j = 0; j < Form::kTokens / 8; ++j) {
+    states[j] = ptx::LoadShared64(shared.x_states() + (2 * q + j * 8) * 4);
+  }
+  // The rings have served, and the bias is there.
+  ptx::BarrierSync(kConsumersBarrier, Form::kConsumers + kBiasThreads);
   const uint32_t to =
       shared.sums() + ((turn * Form::kTokens + 2 * q) * Form::kSumsPitch + first_row) * 4;
 #pragma unroll
@@ -500,7 +549,7 @@ __device__ __forceinline__ void Multiply(const SmallMap<Form>& shared, const Sma
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = j * 8 + i;  // from 2 q
-      const float factor = FactorOf(ptx::LoadShared32(shared.x_states() + (2 * q + token) * 4));
+      const float factor = FactorOf(i == 0 ? states[j].x : states[j].y);
 #pragma unroll
       for (int h = 0; h < kThreadRows; ++h) {
         // Both factors first: a power of two that is exact even where it is not normal.
@@ -509,6 +558,7 @@ __device__ __forceinline__ void Multiply(const SmallMap<Form>& shared, const Sma
       }
     }
   }
+  ptx::BarrierSync(kConsumersBarrier, Form::kConsumers);
 }
 
 // --- The end
@@ -533,6 +583,18 @@ __device__ __forceinline__ void StoreFour(const SmallArgs& args, int64_t index,
   }
 }
 
+__device__ __forceinline__ float4 AsFloats(uint4 v) {
+  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+}
+
+__device__ __forceinline__ uint4 AsBits(float4 v) {
+  return {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
+}
+
+__device__ __forceinline__ float4 Sum(float4 a, float4 b) {
+  return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
+}
+
 // Whether any rank has found the row that this state belongs to far.
 template <class Form>
 __device__ __forceinline__ bool IsFar(uint32_t state) {
@@ -541,56 +603,112 @@ __device__ __forceinline__ bool IsFar(uint32_t state) {
   return all & RowState::kFar;
 }
 
-// Each rank finishes its share of the cluster's rows, four at a time: ranks and turns in ascending
-// order, then the bias, then one rounding. By the consumers.
+// The sums of a CTA for four rows: turns in ascending order.
+template <class Form>
+__device__ __forceinline__ float4 SumTurns(const SmallMap<Form>& shared, int token, int row) {
+  const uint32_t from = shared.sums() + (token * Form::kSumsPitch + row) * 4;
+  uint4 parts[Form::kColumnGroups];
+#pragma unroll
+  for (int turn = 0; turn < Form::kColumnGroups; ++turn) {
+    parts[turn] = ptx::LoadShared128(from + turn * (Form::kTokens * Form::kSumsPitch * 4));
+  }
+  float4 sum = AsFloats(parts[0]);
+#pragma unroll
+  for (int turn = 1; turn < Form::kColumnGroups; ++turn) sum = Sum(sum, AsFloats(parts[turn]));
+  return sum;
+}
+
+// Each rank sends the others its sums of their shares of the rows. Here and below, all loads are
+// issued before the first is used: also those of tokens that are not wanted.
+template <class Form>
+__device__ __forceinline__ void SendSums(const SmallMap<Form>& shared, const SmallWork<Form>& work,
+                                         int num_tokens, int thread) {
+  constexpr int kRowQuads = Form::kShareRows / 4;
+  constexpr int kQuads = (Form::kRanks - 1) * Form::kShareQuads;
+  constexpr int kRounds = (kQuads + Form::kConsumers - 1) / Form::kConsumers;
+  auto slot_of = [&](int round) { return (thread + round * Form::kConsumers) / Form::kShareQuads; };
+  auto rank_of = [&](int slot) { return (work.rank + 1 + slot) % Form::kRanks; };
+  auto token_of = [&](int round) {
+    return (thread + round * Form::kConsumers) / kRowQuads % Form::kTokens;
+  };
+  const int row = thread % kRowQuads * 4;
+  float4 sums[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    sums[round] =
+        SumTurns(shared, token_of(round), rank_of(slot_of(round)) * Form::kShareRows + row);
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int token = token_of(round), slot = slot_of(round);
+    if (slot >= Form::kRanks - 1 || token >= num_tokens) continue;
+    ptx::StoreAsync128(ptx::Mapa(shared.inbox(slot, token, row), rank_of(slot)),
+                       AsBits(sums[round]), ptx::Mapa(shared.inbox_full(), rank_of(slot)));
+  }
+  if (thread < Form::kRanks - 1) {
+    const int rank = rank_of(thread);
+    ptx::StoreAsync32(ptx::Mapa(shared.has_far(1 + thread), rank),
+                      ptx::LoadShared32(shared.has_far(0)), ptx::Mapa(shared.inbox_full(), rank));
+  }
+}
+
+// Each rank finishes its share of the cluster's rows, four at a time: ranks in ascending order,
+// then the bias, then one rounding. By the consumers.
 template <class Form>
 __device__ __forceinline__ void FinishRows(const SmallMap<Form>& shared, const SmallArgs& args,
                                            const SmallWork<Form>& work, int thread) {
-  constexpr int kQuads = Form::kRows / Form::kRanks / 4;
-  constexpr int kRounds = (Form::kTokens * kQuads + Form::kConsumers - 1) / Form::kConsumers;
-  constexpr int kParts = Form::kRanks * Form::kColumnGroups;
-  static_assert(kQuads >= 1);
+  constexpr int kRowQuads = Form::kShareRows / 4;
+  constexpr int kRounds = (Form::kShareQuads + Form::kConsumers - 1) / Form::kConsumers;
+  static_assert(Form::kConsumers % kRowQuads == 0);
   const int num_tokens = static_cast<int>(args.call.x.rows);
-  const int64_t num_outputs = args.call.w.rows;
-  static_assert(Form::kConsumers % kQuads == 0);
-  auto token_of = [&](int round) { return (thread + round * Form::kConsumers) / kQuads; };
-  const int row = work.rank * (4 * kQuads) + thread % kQuads * 4;
+  SendSums(shared, work, num_tokens, thread);
+
+  // Those who have sent less begin.
+  constexpr int kShift = (Form::kRanks - 1) * Form::kShareQuads % Form::kConsumers;
+  const int first_quad = (thread + Form::kConsumers - kShift) % Form::kConsumers;
+  auto token_of = [&](int round) { return (first_quad + round * Form::kConsumers) / kRowQuads; };
+  const int share_row = first_quad % kRowQuads * 4;
+  const int row = work.rank * Form::kShareRows + share_row;
   const int count = work.num_rows - row;
-  if (count <= 0 || token_of(0) >= num_tokens) return;
-  uint32_t has_far = 0;
-#pragma unroll
-  for (int rank = 0; rank < Form::kRanks; ++rank) {
-    has_far |= ptx::LoadCluster32(ptx::Mapa(shared.has_far(), rank));
-  }
-  uint4 parts[kRounds][kParts];
+  float4 own[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    if (token_of(round) >= num_tokens) continue;
+    own[round] = SumTurns(shared, token_of(round) % Form::kTokens, row);
+  }
+  const uint4 bias = ptx::LoadShared128(shared.bias() + row * 4);
+
+  ptx::MbarrierWaitCluster(shared.inbox_full(), 0);
+  uint4 parts[kRounds][Form::kRanks - 1];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int turn = part % Form::kColumnGroups;
-      const uint32_t address =
-          shared.sums() + ((turn * Form::kTokens + token_of(round)) * Form::kSumsPitch + row) * 4;
-      if constexpr (Form::kRanks == 1) {
-        parts[round][part] = ptx::LoadShared128(address);
-      } else {
-        parts[round][part] = ptx::LoadCluster128(ptx::Mapa(address, part / Form::kColumnGroups));
-      }
+  for (int round = 0; round < kRounds; ++round) {
+#pragma unroll
+    for (int slot = 0; slot < Form::kRanks - 1; ++slot) {
+      parts[round][slot] =
+          ptx::LoadShared128(shared.inbox(slot, token_of(round) % Form::kTokens, share_row));
     }
+  }
+  uint32_t has_far = 0;
+#pragma unroll
+  for (int i = 0; i < Form::kRanks; ++i) has_far |= ptx::LoadShared32(shared.has_far(i));
+  if (has_far) {  // all ranks know that; nobody leaves while others read its states
+    ptx::BarrierClusterArrive();
+    ptx::BarrierClusterWait();
   }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int token = token_of(round);
-    if (token >= num_tokens) continue;
-    float values[4];
+    if (count <= 0 || token >= num_tokens) continue;
+    float4 sum{};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[i] = __uint_as_float((&parts[round][0].x)[i]);
+    for (int rank = 0; rank < Form::kRanks; ++rank) {
+      float4 part = own[round];
 #pragma unroll
-      for (int part = 1; part < kParts; ++part) {
-        values[i] = __fadd_rn(values[i], __uint_as_float((&parts[round][part].x)[i]));
+      for (int slot = 0; slot < Form::kRanks - 1; ++slot) {
+        if ((rank + 1 + slot) % Form::kRanks == work.rank) part = AsFloats(parts[round][slot]);
       }
+      sum = rank == 0 ? part : Sum(sum, part);
     }
+    float values[4] = {sum.x, sum.y, sum.z, sum.w};
     if (has_far) {
       const bool is_far_token = IsFar<Form>(shared.x_states() + token * 4);
 #pragma unroll 1
@@ -602,13 +720,12 @@ __device__ __forceinline__ void FinishRows(const SmallMap<Form>& shared, const S
       }
     }
     if (args.call.bias != nullptr) {
-      const uint4 bias = ptx::LoadShared128(shared.bias() + row * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         values[i] = __fadd_rn(values[i], __uint_as_float((&bias.x)[i]));
       }
     }
-    const int64_t index = token * num_outputs + work.first_row + row;
+    const int64_t index = token * args.call.w.rows + work.first_row + row;
     switch (args.call.output) {
       case OutputType::kBf16:
         StoreFour<__nv_bfloat16>(args, index, values, count);
@@ -621,6 +738,10 @@ __device__ __forceinline__ void FinishRows(const SmallMap<Form>& shared, const S
         break;
     }
   }
+  if (has_far) {
+    ptx::BarrierClusterArriveRelaxed();  // all that was read has been used
+    ptx::BarrierClusterWait();
+  }
 }
 
 template <class Form>
@@ -631,13 +752,19 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   extern __shared__ uint8_t unaligned[];
   const SmallMap<Form> shared(ptx::Kept((ptx::SharedAddress(unaligned) + 1023) / 1024 * 1024));
   const SmallWork<Form> work(args);
-  if (threadIdx.x == 128) {
-    InitSmallBarriers(shared);
-    RequestFirstStages(shared, work, &x_map, &w_map);
+  uint32_t states = 0;
+  if (threadIdx.x / 32 == 4) {
+    InitSmallBarriers(shared, static_cast<int>(args.call.x.rows), threadIdx.x % 32);
+    ptx::BarrierSync(kRequestsBarrier, Form::kRequesters);
+    if (threadIdx.x == 128) RequestFirstStages(shared, work, &x_map, &w_map);
+    __syncwarp();
+  } else {
+    states = PrepareStates(shared, args, work);
   }
-  const uint32_t states = PrepareStates(shared, args, work);
   const bool has_wide = __syncthreads_or(states & RowState::kWide);
   const bool has_far = has_wide && __syncthreads_or(states & RowState::kFar);
+  // Pairs with the waits below: until then the others may not have begun.
+  ptx::BarrierClusterArriveRelaxed();
 
   // Registers of a lane in all: 4 x 128 with two consumer warpgroups, 6 x 80 with four. Waits for
   // the decoders cost more than what the consumers lack.
@@ -652,27 +779,23 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   } else if (threadIdx.x < 256) {
     ptx::SetMaxNRegDec<24>();
     if (threadIdx.x == 128) RequestLaterStages(shared, work, &x_map, &w_map);
+    if (threadIdx.x >= 256 - kBiasThreads) {
+      PrepareBias(shared, args, work, threadIdx.x - (256 - kBiasThreads));
+    }
   } else {
     ptx::SetMaxNRegInc<kIsNarrow ? 96 : 200>();
     const int thread = threadIdx.x - 256;
-    if (thread == 0) ptx::StoreShared32(shared.has_far(), has_far);
+    if (thread == 0) ptx::StoreShared32(shared.has_far(0), has_far);
     if (has_wide) {
       Multiply<Form, DecodeBf16>(shared, args, work, thread);
     } else {
       Multiply<Form, DecodeF16>(shared, args, work, thread);
     }
-    if constexpr (Form::kRanks > 1) {
-      ptx::BarrierClusterArrive();
-      ptx::BarrierClusterWait();
-      FinishRows(shared, args, work, thread);
-      // Nobody leaves while others read its sums. All that was read has been used.
-      ptx::BarrierClusterArriveRelaxed();
-      ptx::BarrierClusterWait();
-    } else {
-      ptx::BarrierSync(kConsumersBarrier, Form::kConsumers);
-      FinishRows(shared, args, work, thread);
-    }
+    ptx::BarrierClusterWait();
+    FinishRows(shared, args, work, thread);
+    return;
   }
+  ptx::BarrierClusterWait();
 #endif
 }
 
