@@ -58,6 +58,7 @@ struct SlabLayout {
   int num_channels;
   int num_lanes;
   int64_t slot_bytes;
+  int64_t lane_bytes;              // of packets, in one slot
   int64_t mailboxes[kNumRegions];  // byte offsets in the slab
   int64_t flags[kNumRegions];      // of records; packets carry theirs
   int64_t ticks[kNumRegions];
@@ -70,6 +71,7 @@ struct SlabLayout {
                         int64_t wanted_slot_bytes) {
     SlabLayout layout = {};
     layout.num_lanes = Ring<Int8, Int8>::NumLanes(world_size);
+    layout.lane_bytes = LanePackets(world_size) * kPacketBytes;
     const int64_t slots_per_channel =
         int64_t{layout.num_lanes} *
         (NumSlots(Region::kRing, world_size) + NumSlots(Region::kAllToAll, world_size));
@@ -118,7 +120,7 @@ struct SlabLayout {
   // Offset of a lane of packets; `slot` < kPacketSlots, `lane` < world_size - 1.
   HD int64_t Packets(int world_size, int channel, int slot, int lane) const {
     const int64_t index = (int64_t{channel} * kPacketSlots + slot) * (world_size - 1) + lane;
-    return mailboxes[int(Region::kPackets)] + index * LanePackets(world_size) * kPacketBytes;
+    return mailboxes[int(Region::kPackets)] + index * lane_bytes;
   }
   HD int64_t Tick(Region region, int channel) const {
     return ticks[int(region)] + channel * kFlagStride;

@@ -70,26 +70,29 @@ class Deadline {
   uint64_t timeout_ns_, end_ = 0;
 };
 
-// Takes this channel's tick counter, or `kBusyTick` if another call holds it past the deadline. The
-// counter lives on the device because a captured graph replays the same arguments; it doubles as a
-// lock, so that calls which XLA runs at once take turns.
+// One attempt at this channel's tick counter: `kBusyTick` while another call holds it. The counter
+// lives on the device because a captured graph replays the same arguments; it doubles as a lock, so
+// that calls which XLA runs at once take turns.
 template <Region kRegion>
-__device__ uint64_t ClaimTick(const Channel<kRegion>& channel) {
+__device__ uint64_t TryTick(const Channel<kRegion>& channel) {
+  return atomicExch(reinterpret_cast<unsigned long long*>(channel.Tick()), kBusyTick);
+}
+
+// Takes the counter, given what a first attempt made of it; or `kBusyTick` if another call holds it
+// past the deadline.
+template <Region kRegion>
+__device__ uint64_t ClaimTick(const Channel<kRegion>& channel, uint64_t tick) {
   Deadline deadline(channel.group.timeout_ns);
-  auto* const counter = reinterpret_cast<unsigned long long*>(channel.Tick());
-  while (true) {
-    const uint64_t tick = atomicExch(counter, kBusyTick);
-    if (tick != kBusyTick) {
-      // Pairs with the one before the tick is given back. (Packets need none: nothing but the
-      // counter passes from call to call.)
-      if constexpr (kRegion != Region::kPackets) __threadfence();
-      return tick;
-    }
+  for (; tick == kBusyTick; tick = TryTick(channel)) {
     if (deadline.Passed()) {
       channel.Fail(FailureKind::kBusy, /*lane=*/0, 0, 0);
       return kBusyTick;
     }
   }
+  // Pairs with the one before the tick is given back. (Packets need none: nothing but the counter
+  // passes from call to call.)
+  if constexpr (kRegion != Region::kPackets) __threadfence();
+  return tick;
 }
 
 // A second reading of the same steps, by one thread: every record that a step sent gets its flag.

@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   __shared__ HandOver hand_over;
   if (threadIdx.x == 0) {
-    hand_over = {channel.HasFailed() ? kBusyTick : ClaimTick(channel), 0, 0};
+    hand_over = {channel.HasFailed() ? kBusyTick : ClaimTick(channel, TryTick(channel)), 0, 0};
   }
   __syncthreads();
   const uint64_t first_tick = hand_over.first_tick;

@@ -31,6 +31,7 @@ struct GatherTopkArgs {
   PacketRows logits;  // of which the result is not an array
   RouteCall route;
   int num_tiles;  // first the rows of logits, then the latent's
+  int rank_experts;
   uint32_t call_site;
 };
 
@@ -53,15 +54,49 @@ __global__ void __launch_bounds__(kPacketThreads, 1)
   mailbox.Release(number);
 }
 
+// A packet of logits on its way: of which experts, and what it takes to score them.
+template <class Element>
+struct LogitsPacket {
+  static constexpr int kExperts = kPacketData / sizeof(Element);
+  int distance;  // 0 is this rank's own; the others are sent to the rank after, received from
+                 // before
+  int first_id, count;
+  PacketLine line;
+  uint64_t data;
+  float bias[kExperts];
+};
+
+template <class Element>
+__device__ LogitsPacket<Element> PrepareLogits(const PacketMailbox& mailbox,
+                                               const GatherTopkArgs& args, int row, int item) {
+  using Packet = LogitsPacket<Element>;
+  const PacketRows& logits = args.logits;
+  const float* const bias = args.route.bias;
+  Packet packet = {};
+  packet.distance = logits.row_packets.Quotient(item);
+  const int index = item - packet.distance * logits.row_packets.value();
+  packet.data = LoadPacket(logits, PlaceInRow(logits, row, index));
+  const int source = mailbox.group().rank - packet.distance;
+  const int skipped = index * Packet::kExperts;  // of the source's experts
+  packet.first_id =
+      (source < 0 ? source + mailbox.group().world_size : source) * args.rank_experts + skipped;
+  packet.count = min(Packet::kExperts, args.rank_experts - skipped);
+#pragma unroll
+  for (int i = 0; i < Packet::kExperts; ++i) {
+    packet.bias[i] = bias && i < packet.count ? bias[packet.first_id + i] : 0.f;
+  }
+  if (packet.distance > 0) packet.line = mailbox.LineOf(packet.distance, index);
+  return packet;
+}
+
 // The experts of one packet, as they arrive.
 template <class Element, class Places>
-__device__ void AcceptPacket(RowRouter<Places>& router, uint64_t data, int first_id, int count,
-                             const float (&bias)[kPacketData / sizeof(Element)]) {
+__device__ void AcceptPacket(RowRouter<Places>& router, const LogitsPacket<Element>& packet) {
   using Bits = decltype(Element::bits);
 #pragma unroll
-  for (int i = 0; i < kPacketData / int(sizeof(Element)); ++i) {
-    const Element logit{static_cast<Bits>(data >> (8 * sizeof(Element) * i))};
-    if (i < count) router.Accept(first_id + i, Widen(logit), bias[i]);
+  for (int i = 0; i < LogitsPacket<Element>::kExperts; ++i) {
+    const Element logit{static_cast<Bits>(packet.data >> (8 * sizeof(Element) * i))};
+    if (i < packet.count) router.Accept(packet.first_id + i, Widen(logit), packet.bias[i]);
   }
 }
 
@@ -69,34 +104,20 @@ __device__ void AcceptPacket(RowRouter<Places>& router, uint64_t data, int first
 template <class Element, class Places>
 __device__ void SelectTile(PacketMailbox& mailbox, RowRouter<Places>& router,
                            const GatherTopkArgs& args, int row, int64_t number) {
-  constexpr int kExperts = kPacketData / sizeof(Element);  // of a packet
-  const PacketRows& logits = args.logits;
-  const int n = mailbox.group().world_size;
-  const int per_rank = logits.packets_per_row;
-  const int rank_experts = args.route.rule.num_experts / n;
-  const auto load = [&](int item) {
-    return LoadPacket(logits, PlaceOf(logits, row * per_rank + item % per_rank));
-  };
-  // A thread's items are the packets of all ranks: those at distance 0 are this rank's own, the
-  // others are sent to the rank after and received from the rank before. One each, but for a few.
+  // A thread's items are the packets of all ranks. One each, but for a few.
+  const int num_items = mailbox.group().world_size * args.logits.row_packets.value();
   int item = threadIdx.x;
-  uint64_t data = item < n * per_rank ? load(item) : 0;
-  bool ok = mailbox.Enter(number);
+  LogitsPacket<Element> packet = {};
+  if (item < num_items) packet = PrepareLogits<Element>(mailbox, args, row, item);
   router.Begin();
-  for (; ok && item < n * per_rank; item += kPacketThreads) {
-    if (item >= kPacketThreads) data = load(item);
-    const int distance = item / per_rank;
-    const int index = item % per_rank;
-    if (distance > 0) mailbox.Send(distance, index, data);
-    const int count = min(kExperts, rank_experts - index * kExperts);
-    const int first_id = Mod(mailbox.group().rank - distance, n) * rank_experts + index * kExperts;
-    float bias[kExperts];  // loaded while the packet is under way
-#pragma unroll
-    for (int i = 0; i < kExperts; ++i) {
-      bias[i] = args.route.bias && i < count ? args.route.bias[first_id + i] : 0.f;
+  bool ok = mailbox.Enter(number);
+  for (; ok && item < num_items; item += kPacketThreads) {
+    if (item >= kPacketThreads) packet = PrepareLogits<Element>(mailbox, args, row, item);
+    if (packet.distance > 0) {
+      mailbox.Send(packet.line, packet.data);
+      ok = mailbox.Receive(packet.line, packet.data);
     }
-    if (distance > 0) ok = mailbox.Receive(distance, index, data);
-    if (ok) AcceptPacket<Element>(router, data, first_id, count, bias);
+    if (ok) AcceptPacket(router, packet);
   }
   const int k = args.route.rule.num_chosen;
   float* const weights = args.route.weights + int64_t{row} * k;
@@ -177,13 +198,14 @@ PacketRows RowsOf(const GatherCall& call, int world_size) {
   return {static_cast<const std::byte*>(call.x),
           static_cast<std::byte*>(call.y),
           call.row_bytes,
-          static_cast<int>(per_row),
+          Divisor(std::max(static_cast<int>(per_row), 1)),
+          Divisor(kChannelPackets / world_size),
           static_cast<int>(call.num_rows * per_row),
           (addresses | static_cast<uintptr_t>(call.row_bytes)) % kPacketData == 0};
 }
 
-int NumTiles(const PacketRows& rows, int world_size) {
-  const int per_tile = TilePackets(world_size);
+int NumTiles(const PacketRows& rows) {
+  const int per_tile = rows.tile_packets.value();
   return (rows.num_packets + per_tile - 1) / per_tile;
 }
 
@@ -223,7 +245,7 @@ int64_t GatherSegments(const GroupView& group, int64_t selected_rows,
                        const std::vector<GatherCall>& arrays) {
   int64_t num_tiles = selected_rows;
   for (const GatherCall& array : arrays) {
-    num_tiles += NumTiles(RowsOf(array, group.world_size), group.world_size);
+    num_tiles += NumTiles(RowsOf(array, group.world_size));
   }
   const int64_t num_ctas = std::min<int64_t>(num_tiles, group.layout.num_channels);
   return (num_tiles + num_ctas - 1) / num_ctas;
@@ -235,7 +257,7 @@ void LaunchGather(const GroupView& group, const std::vector<GatherCall>& arrays,
   args.call_site = call_site;
   for (size_t i = 0; i < arrays.size(); ++i) {
     args.arrays[i] = RowsOf(arrays[i], group.world_size);
-    args.num_tiles += NumTiles(args.arrays[i], group.world_size);
+    args.num_tiles += NumTiles(args.arrays[i]);
     if (i == 0) args.first_tiles = args.num_tiles;
   }
   GatherKernel<<<NumCtas(group, args.num_tiles), kPacketThreads, 0, stream>>>(group, args);
@@ -253,7 +275,8 @@ void LaunchGatherTopk(const GroupView& group, const GatherCall& latent, const Ro
   args.latent = RowsOf(latent, group.world_size);
   args.logits = RowsOf({route.logits, nullptr, route.num_rows, rank_bytes}, group.world_size);
   args.route = route;
-  args.num_tiles = static_cast<int>(route.num_rows) + NumTiles(args.latent, group.world_size);
+  args.num_tiles = static_cast<int>(route.num_rows) + NumTiles(args.latent);
+  args.rank_experts = num_experts / group.world_size;
   args.call_site = call_site;
   GatherTopkKernel<Element>
       <<<NumCtas(group, args.num_tiles), kPacketThreads, 0, stream>>>(group, args);

@@ -34,12 +34,13 @@ struct Failure {
 };
 static_assert(std::is_trivially_copyable_v<Failure>);
 
+// What every kernel reads first comes first: arguments reach an SM by the cache line.
 struct GroupView {
+  int rank, world_size;
   std::byte* slabs[kMaxWorldSize];  // [rank], as this device addresses them
-  Failure* failure;
   SlabLayout layout;
   uint64_t timeout_ns;
-  int rank, world_size;
+  Failure* failure;
 };
 static_assert(std::is_trivially_copyable_v<GroupView>);
 

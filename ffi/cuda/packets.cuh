@@ -21,33 +21,57 @@ struct Claim {
   uint32_t has_failed;
 };
 
+// Where one packet lies in slot 0: in the mailbox of the peer `distance` ranks after this one,
+// which it is sent to, and in this rank's, where that of the peer as far before arrives.
+struct PacketLine {
+  int distance;
+  ulonglong2* to;
+  const ulonglong2* from;
+};
+
 // A CTA's end of its channel. Tiles are exchanged in turn, one tick each.
+//
+// All that needs no tick is done before `Enter`, while the claim is under way: between the tick and
+// the packets' departure every rank waits for every other.
 class PacketMailbox {
  public:
-  // Begins the claim. `Enter` ends it, and what a thread loads in between comes for nothing.
+  // Begins the claim, and does not wait for its result: that would hold up the warp's own loads.
   __device__ PacketMailbox(const GroupView& group, uint32_t call_site, Claim& claim)
       : channel_{group, static_cast<int>(blockIdx.x)}, call_site_(call_site), claim_(claim) {
-    if (threadIdx.x == 0) claim.first_tick = ClaimTick(channel_);
-    if (threadIdx.x == 32) claim.has_failed = channel_.HasFailed();
+    if (threadIdx.x == 0) {
+      first_attempt_ = TryTick(channel_);
+      has_failed_ = ptx::LoadRelaxedSys(channel_.Failed());
+    }
   }
 
-  // Called by all threads of the CTA before tile number `tile`; false if the channel is unusable.
+  __device__ PacketLine LineOf(int distance, int index) const {
+    const GroupView& group = channel_.group;
+    const int after = group.rank + distance;
+    const int peer = after < group.world_size ? after : after - group.world_size;
+    const int64_t offset =
+        group.layout.Packets(group.world_size, channel_.index, /*slot=*/0, distance - 1) +
+        index * kPacketBytes;
+    return {distance, reinterpret_cast<ulonglong2*>(group.slabs[peer] + offset),
+            reinterpret_cast<const ulonglong2*>(group.slabs[group.rank] + offset)};
+  }
+
+  // Called by all threads of the CTA before tile number `tile`, in order from 0; false if the
+  // channel is unusable.
   __device__ bool Enter(int64_t tile) {
+    if (tile == 0 && threadIdx.x == 0) claim_ = {ClaimTick(channel_, first_attempt_), has_failed_};
     __syncthreads();
     tick_ = claim_.first_tick + tile;
     return claim_.first_tick != kBusyTick && !claim_.has_failed;
   }
 
-  // To the peer `distance` ranks after this one.
-  __device__ void Send(int distance, int index, uint64_t data) const {
-    const int peer = Mod(channel_.group.rank + distance, channel_.group.world_size);
-    ptx::StoreRelaxedSysB128(Lane(peer, distance) + index,
+  __device__ void Send(const PacketLine& line, uint64_t data) const {
+    ptx::StoreRelaxedSysB128(line.to + SlotOffset(),
                              make_ulonglong2(data, PacketFlag(tick_, call_site_)));
   }
 
-  // From the peer `distance` ranks before this one; false if it does not come.
-  __device__ bool Receive(int distance, int index, uint64_t& data) const {
-    const ulonglong2* const from = Lane(channel_.group.rank, distance) + index;
+  // False if the packet does not come.
+  __device__ bool Receive(const PacketLine& line, uint64_t& data) const {
+    const ulonglong2* const from = line.from + SlotOffset();
     const uint64_t want = PacketFlag(tick_, call_site_);
     Deadline deadline(channel_.group.timeout_ns);
     for (uint32_t misses = 1;; ++misses) {
@@ -56,7 +80,7 @@ class PacketMailbox {
         data = packet.x;
         return true;
       }
-      if (misses % kMissesPerCheck == 0 && !MayStillCome(packet.y, distance, deadline)) {
+      if (misses % kMissesPerCheck == 0 && !MayStillCome(packet.y, line.distance, deadline)) {
         return false;
       }
     }
@@ -72,12 +96,11 @@ class PacketMailbox {
   __device__ const GroupView& group() const { return channel_.group; }
 
  private:
-  __device__ ulonglong2* Lane(int rank, int distance) const {
+  // From slot 0 to the slot of this tile's tick, in packets.
+  __device__ int64_t SlotOffset() const {
     const GroupView& group = channel_.group;
-    const auto slot = static_cast<int>(tick_ % kPacketSlots);
-    return reinterpret_cast<ulonglong2*>(
-        group.slabs[rank] +
-        group.layout.Packets(group.world_size, channel_.index, slot, distance - 1));
+    const int64_t slot_bytes = (group.world_size - 1) * group.layout.lane_bytes;
+    return static_cast<int64_t>(tick_ % kPacketSlots) * (slot_bytes / kPacketBytes);
   }
 
   __device__ bool MayStillCome(uint64_t seen, int distance, Deadline& deadline) const {
@@ -98,7 +121,9 @@ class PacketMailbox {
 
   const Channel<Region::kPackets> channel_;
   const uint32_t call_site_;
-  const Claim& claim_;
+  Claim& claim_;
+  uint64_t first_attempt_ = 0;  // of thread 0, as is the next
+  uint32_t has_failed_ = 0;
   uint64_t tick_ = 0;
 };
 
@@ -106,11 +131,33 @@ class PacketMailbox {
 
 constexpr int kPacketData = 8;  // bytes
 
+// A divisor that the host knows, so that the device need not divide: a division takes about as long
+// as a load from L2, and which packet a thread loads would take several in turn.
+class Divisor {
+ public:
+  Divisor() = default;
+  HD constexpr explicit Divisor(int value) : value_(value), reciprocal_(UINT32_MAX / value) {}
+  HD constexpr int value() const { return value_; }
+  // Of x >= 0. `reciprocal_` is less than 2^32 / value by 1 at most, so that the product is less
+  // than x / value by x / 2^32 < 1 / 2 at most, and its integer part less than the quotient by 1.
+  HD constexpr int Quotient(int x) const {
+    const int low = static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * reciprocal_ >> 32);
+    return low + (x - low * value_ >= value_);
+  }
+
+ private:
+  int value_ = 1;
+  uint32_t reciprocal_ = UINT32_MAX;
+};
+static_assert(Divisor(1).Quotient(INT32_MAX) == INT32_MAX && Divisor(7).Quotient(48) == 6);
+static_assert(Divisor(INT32_MAX).Quotient(INT32_MAX) == 1 && Divisor(3).Quotient(0) == 0);
+
 struct PacketRows {
   const std::byte* x;  // [rows, row_bytes]
   std::byte* y;        // [rows, world size, row_bytes]
   int64_t row_bytes;
-  int packets_per_row;
+  Divisor row_packets;   // packets of a row
+  Divisor tile_packets;  // of each rank in a tile; all ranks' together are one to a thread
   int num_packets;
   bool aligned;  // all packets are whole, and lie at multiples of their size
 };
@@ -121,10 +168,16 @@ struct PacketPlace {
   int bytes;
 };
 
-__device__ __forceinline__ PacketPlace PlaceOf(const PacketRows& rows, int packet) {
-  const int row = packet / rows.packets_per_row;
-  const int64_t begin = int64_t{packet - row * rows.packets_per_row} * kPacketData;
+// Packet `index` of a row.
+__device__ __forceinline__ PacketPlace PlaceInRow(const PacketRows& rows, int row, int index) {
+  const int64_t begin = int64_t{index} * kPacketData;
   return {row, begin, static_cast<int>(min(int64_t{kPacketData}, rows.row_bytes - begin))};
+}
+
+// Packet `packet` of the array.
+__device__ __forceinline__ PacketPlace PlaceOf(const PacketRows& rows, int packet) {
+  const int row = rows.row_packets.Quotient(packet);
+  return PlaceInRow(rows, row, packet - row * rows.row_packets.value());
 }
 
 __device__ __forceinline__ uint64_t LoadPacket(const PacketRows& rows, PacketPlace place) {
@@ -147,17 +200,14 @@ __device__ __forceinline__ void StorePacket(const PacketRows& rows, PacketPlace 
   for (int i = 0; i < place.bytes; ++i) to[i] = static_cast<std::byte>(data >> (8 * i));
 }
 
-// Packets of each rank in a tile of a copied array; all ranks' together are one to a thread.
-HD constexpr int TilePackets(int world_size) { return kChannelPackets / world_size; }
-
 // Gathers tile `tile` of `rows`, the CTA's number `number`. If a packet does not come, the tile is
 // filled with ones, which is NaN in every float format that has one.
 __device__ inline void ExchangeTile(PacketMailbox& mailbox, const PacketRows& rows, int tile,
                                     int64_t number) {
   const int n = mailbox.group().world_size;
-  const int per_rank = TilePackets(n);
-  const int distance = static_cast<int>(threadIdx.x) / per_rank;  // 0 is this rank itself
-  const int index = static_cast<int>(threadIdx.x) % per_rank;
+  const int per_rank = rows.tile_packets.value();
+  const int distance = rows.tile_packets.Quotient(threadIdx.x);  // 0 is this rank itself
+  const int index = static_cast<int>(threadIdx.x) - distance * per_rank;
   const int packet = tile * per_rank + index;
   const bool takes_part = distance < n && packet < rows.num_packets;
   PacketPlace place = {};
@@ -166,14 +216,18 @@ __device__ inline void ExchangeTile(PacketMailbox& mailbox, const PacketRows& ro
     place = PlaceOf(rows, packet);
     data = LoadPacket(rows, place);
   }
+  const bool is_sent = takes_part && distance > 0;
+  PacketLine line = {};
+  if (is_sent) line = mailbox.LineOf(distance, index);
   bool ok = mailbox.Enter(number);
-  if (ok && takes_part && distance > 0) {
-    mailbox.Send(distance, index, data);
-    ok = mailbox.Receive(distance, index, data);
+  if (ok && is_sent) {
+    mailbox.Send(line, data);
+    ok = mailbox.Receive(line, data);
   }
   if (!__syncthreads_and(ok)) data = ~uint64_t{0};
   if (takes_part) {
-    StorePacket(rows, place, Mod(mailbox.group().rank - distance, n), n, data);
+    const int source = mailbox.group().rank - distance;
+    StorePacket(rows, place, source < 0 ? source + n : source, n, data);
   }
 }
 

@@ -15,6 +15,7 @@ constexpr int kRouteWarps = kRouteThreads / 32;
 constexpr int kSetsPerWarp = 4;
 constexpr int kSets = kRouteWarps * kSetsPerWarp;
 static_assert(kSets >= kMaxChosen);
+constexpr int kThreadsPerSet = kRouteThreads / kSets;  // that rank it, or a candidate
 
 // The row's places: a power of two of them, experts first. Shared memory, or global for long rows.
 struct RowMemory {
@@ -35,19 +36,20 @@ constexpr int64_t kRowBytesPerPlace =
 
 struct RouteShared {
   uint64_t maxima[kSets];
-  uint64_t chosen[kMaxChosen];
   uint64_t bound;
+  int chosen[kMaxChosen];
+  float chosen_u[kMaxChosen];
   float largest[kRouteWarps];
   float sum;
   int num_candidates;
 };
 
 // The sum of a warp's values in the order of a tree: the upper half is added to the lower half
-// until one is left, in lane 0; all lanes get it.
+// until one is left. All lanes get it: partners add the same two values, and addition commutes.
 __device__ __forceinline__ float WarpTreeSum(float v) {
 #pragma unroll
-  for (int half = 16; half > 0; half /= 2) v = AddRn(v, __shfl_down_sync(kFullWarp, v, half));
-  return __shfl_sync(kFullWarp, v, 0);
+  for (int half = 16; half > 0; half /= 2) v = AddRn(v, __shfl_xor_sync(kFullWarp, v, half));
+  return v;
 }
 
 // Places are a constant where they fit in shared memory, so that loops over them unroll.
@@ -63,7 +65,8 @@ class RowRouter {
         warp_(thread_ / 32),
         lane_(thread_ % 32) {}
 
-  // Before the first `Accept`, with a barrier between it and the last `Choose`.
+  // Before the first `Accept`, with a barrier in between. What it writes, no thread that returned
+  // from the last `Choose` reads any more; what `Accept` writes, one warp may still read.
   __device__ void Begin() {
     for (int place = rule_.num_experts + thread_; place < places_; place += kRouteThreads) {
       memory_.keys[place] = EmptyKey(place);
@@ -174,7 +177,30 @@ class RowRouter {
     __syncthreads();
   }
 
-  // Leaves the best k keys in order in `chosen`.
+  // How many of `count` keys are above `own`; by all threads, of which `kThreadsPerSet` in turn ask
+  // for the same key and share the work.
+  __device__ int CountAbove(const uint64_t* keys, int count, uint64_t own) const {
+    constexpr int kInFlight = kSets / kThreadsPerSet;  // loads of a thread; mostly all it needs
+    int above = 0;
+#pragma unroll 1
+    for (int i = thread_ % kThreadsPerSet; i < count; i += kSets) {
+      uint64_t others[kInFlight];
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        const int place = i + j * kThreadsPerSet;
+        others[j] = place < count ? keys[place] : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) above += others[j] > own;
+    }
+#pragma unroll
+    for (int half = kThreadsPerSet / 2; half > 0; half /= 2) {
+      above += __shfl_xor_sync(kFullWarp, above, half);
+    }
+    return above;
+  }
+
+  // Leaves the best k experts in order in `chosen`.
   __device__ void Select() {
     const int k = rule_.num_chosen;
     uint64_t largest = 0;
@@ -186,18 +212,8 @@ class RowRouter {
     if (lane_ < kSetsPerWarp) shared_.maxima[warp_ * kSetsPerWarp + lane_] = largest;
     __syncthreads();
 
-    constexpr int kThreadsPerSet = kRouteThreads / kSets;
     const uint64_t own = shared_.maxima[thread_ / kThreadsPerSet];
-    int above = 0;
-#pragma unroll
-    for (int i = 0; i < kSets; i += kThreadsPerSet) {
-      above += shared_.maxima[i + thread_ % kThreadsPerSet] > own;
-    }
-#pragma unroll
-    for (int half = kThreadsPerSet / 2; half > 0; half /= 2) {
-      above += __shfl_xor_sync(kFullWarp, above, half);
-    }
-    if (thread_ % kThreadsPerSet == 0 && above == k - 1) shared_.bound = own;
+    if (CountAbove(shared_.maxima, kSets, own) == k - 1) shared_.bound = own;
     __syncthreads();
 
     ForEachPlace([&](int place) {
@@ -207,19 +223,24 @@ class RowRouter {
     __syncthreads();
 
     const int num = shared_.num_candidates;
-    for (int i = thread_; i < num; i += kRouteThreads) {
-      const uint64_t candidate = memory_.candidates[i];
-      int better = 0;
-      for (int j = 0; j < num; ++j) better += memory_.candidates[j] > candidate;
-      if (better < k) shared_.chosen[better] = candidate;
+    for (int first = 0; first < num; first += kSets) {
+      const int i = first + thread_ / kThreadsPerSet;
+      const uint64_t candidate = i < num ? memory_.candidates[i] : 0;
+      const int id = IdOf(candidate);
+      const float u = i < num ? memory_.u[id] : 0.f;
+      const int better = CountAbove(memory_.candidates, num, candidate);
+      if (i < num && better < k && thread_ % kThreadsPerSet == 0) {
+        shared_.chosen[better] = id;
+        shared_.chosen_u[better] = u;
+      }
     }
     __syncthreads();
   }
 
   __device__ void Weigh(float* weights, int32_t* ids) const {
     const bool is_chosen = lane_ < rule_.num_chosen;
-    const int id = is_chosen ? IdOf(shared_.chosen[lane_]) : 0;
-    const float u = is_chosen ? memory_.u[id] : 0.f;
+    const int id = is_chosen ? shared_.chosen[lane_] : 0;
+    const float u = is_chosen ? shared_.chosen_u[lane_] : 0.f;
     float weight = u;
     if (rule_.renormalize) weight = MulRn(u, Normaliser(WarpTreeSum(u)));
     if (is_chosen) {
