@@ -1,6 +1,6 @@
 """MXFP8 products and the staged linear on one device: right first, then how fast.
 
-    python benchmarks/mxfp8.py [--sections gemm mm small quantise staged memory]
+    python benchmarks/mxfp8.py [--sections copy gemm mm small quantise staged memory]
                                [--receipt benchmarks/results/NAME.json]
                                [--plot benchmarks/results/NAME.png]
 

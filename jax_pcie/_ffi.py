@@ -105,19 +105,22 @@ def mxfp8_device_capability(device: jax.Device) -> int | None:
     """Ten times the compute capability, if our CUDA kernels can run on `device`."""
     if platform_of(device) != "cuda" or not has_native_module("cuda"):
         return None
-    return round(10 * float(device.compute_capability))
+    capability = round(10 * float(device.compute_capability))
+    return capability if capability >= 80 else None
 
 
 def mxfp8_capability(ctx: Any) -> int | None:  # noqa: ANN401
     """That of the devices a lowering is for; the public API does not say which.
 
-    An exported program may run anywhere, so it gets no kernel of ours.
+    An exported program may run anywhere, and a program of a process whose GPUs differ
+    on any of them: they get no kernel of ours.
     """
     module = ctx.module_context
     backend = module.get_backend(optional=True)
     if backend is None or module.lowering_parameters.for_export:
         return None
-    capability = mxfp8_device_capability(backend.local_devices()[0])
+    capabilities = {mxfp8_device_capability(d) for d in backend.local_devices()}
+    capability = capabilities.pop() if len(capabilities) == 1 else None
     if capability is not None:
         native_module("cuda")
     return capability

@@ -121,6 +121,41 @@ def test_vmap_gives_the_bits_of_each_element(rng: np.random.Generator) -> None:
 
 
 @on_a_device
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_takes_storage_stacked_along_any_axis(
+    axis: int, rng: np.random.Generator
+) -> None:
+    x = gaussian(rng, 3, 5, 128)
+    packed = pack(gaussian(rng, 8, 128))
+
+    def store(x: jax.Array) -> mxfp8.StagedInput:
+        return mxfp8.quantize_input_slice(x, mxfp8.empty_input(5, 128), column=0)
+
+    stacked = jax.vmap(store, out_axes=axis)(x)
+    got = jax.vmap(lambda s: mxfp8.mm_quantized(s, packed), in_axes=axis)(stacked)
+    want = [np.asarray(mxfp8.mm_quantized(store(rows), packed)) for rows in x]
+    assert_same_bits(np.asarray(got), np.stack(want))
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 128), (0, 3, 128)], ids=str)
+def test_vmap_over_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
+    packed = pack(np.ones((8, 128), F32))
+    got = jax.vmap(lambda x: mxfp8.mm(x, packed))(np.zeros(shape, F32))
+    assert got.shape == (*shape[:2], 8)
+
+
+def test_second_derivatives_are_refused_with_the_reason() -> None:
+    w = np.ones((8, 128), F32)
+
+    def slope(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: mxfp8.mm(x, w).sum())(x).sum()
+
+    x = np.ones((2, 128), F32)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.jvp(slope, (x,), (x,))
+
+
+@on_a_device
 @with_sizes("num_tokens", cpu=[4], cuda=[4, 70])
 def test_a_scan_stages_and_multiplies_layer_after_layer(
     num_tokens: int, rng: np.random.Generator

@@ -45,7 +45,7 @@ def _forward(
     num_outputs: int,
     scale_group: int,
     dtype: np.dtype,
-) -> tuple[Array, tuple[Operand, Operand, Array, Array | None, bool]]:
+) -> tuple[Array, tuple[Operand, Operand, Array, Array | None, Array | None]]:
     is_packed = isinstance(w, Operand)
     rows = kernels.quantize_rows(x, scale_group)
     columns = w if is_packed else quantize_weight(w, scale_group)
@@ -58,8 +58,9 @@ def _forward(
         dtype=dtype,
         bias=bias,
     )
-    dtypes = x[:0], None if is_packed else w[:0]
-    return y, (rows, columns, *dtypes, None if bias is None else bias[:0])
+    like_w = None if is_packed else w[:0]
+    like_bias = None if bias is None else bias[:0]
+    return y, (rows, columns, x[:0], like_w, like_bias)
 
 
 def _backward(

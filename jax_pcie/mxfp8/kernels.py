@@ -4,7 +4,7 @@ Each has a lowering through plain JAX (`format`, `product`), which any platform 
 and one to our kernels on CUDA. Which kernel serves a product follows from its shape and
 the GPU when a program is lowered; `plan` says it. Operands are uint8 here, float8 only
 in the public API. Sections read: function, primitive, abstract evaluation, lowerings,
-batching. Gradients are defined above, in `product`.
+batching. Gradients are defined above, in `gradient`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jax_pcie import _ffi
 from jax_pcie.group import check_dtype
@@ -100,8 +100,10 @@ def _quantize_batching(
     args: tuple[Array], dims: tuple[int], *, scale_group: int
 ) -> tuple[list[Array], list[int]]:
     x = jnp.moveaxis(args[0], dims[0], 0)
-    rows = quantize_p.bind(x.reshape(-1, x.shape[-1]), scale_group=scale_group)
-    return [y.reshape(*x.shape[:2], -1) for y in rows], [0, 0]
+    size, num_rows, num_columns = x.shape
+    rows = x.reshape(size * num_rows, num_columns)
+    rows = quantize_p.bind(rows, scale_group=scale_group)
+    return [y.reshape(*x.shape[:2], y.shape[-1]) for y in rows], [0, 0]
 
 
 batching.primitive_batchers[quantize_p] = _quantize_batching
@@ -374,16 +376,30 @@ def _multiply_batching(
 
     def rows(x: Array, dim: int | None) -> Array:
         each = jnp.moveaxis(x, dim, 0) if dim is not None else x[None]
-        each = jnp.broadcast_to(each[:, :num_tokens], (size, num_tokens, x.shape[-1]))
-        return each.reshape(size * num_tokens, x.shape[-1])
+        width = each.shape[-1]
+        each = jnp.broadcast_to(each[:, :num_tokens], (size, num_tokens, width))
+        return each.reshape(size * num_tokens, width)
 
     params["num_tokens"] = size * num_tokens
     x = [rows(x, dim) for x, dim in zip(args[:2], dims[:2], strict=True)]
     (y,) = multiply_p.bind(*x, *args[2:], **params)
-    return [y.reshape(size, num_tokens, -1)], [0]
+    return [y.reshape(size, num_tokens, params["num_outputs"])], [0]
 
 
 batching.primitive_batchers[multiply_p] = _multiply_batching
+
+# --- Derivatives: the first ones are `gradient`'s.
+
+
+def _no_derivative(*_: object, **__: object) -> None:
+    raise NotImplementedError(
+        "mxfp8.mm has first derivatives only: its gradient is a product of decoded "
+        "operands, through which quantisation has none"
+    )
+
+
+for _primitive in (quantize_p, quantize_into_p, multiply_p):
+    ad.primitive_jvps[_primitive] = _no_derivative
 
 # --- Which kernel
 

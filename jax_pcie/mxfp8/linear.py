@@ -1,7 +1,8 @@
 """Packed weights, and the products that users call.
 
 Owns their checks, which look at shapes and static facts only, so that they run at trace
-time. `product` has the arithmetic, `storage` the operand that arrives in slices.
+time. `gradient` and `kernels` have the arithmetic, `storage` the operand that arrives
+in slices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The product of MXFP8 operands in plain JAX, which any platform can run.
 
 One fp32 product of decoded operands; a platform's kernels take its place (`kernels`).
-The one surprise: groups whose
-decoded values leave fp32's normal range are added one by one, with the operands' scales
-combined first, so that 2^-127 times 2^127 is 1 although XLA:CPU flushes subnormals.
+The one surprise: groups whose decoded values leave fp32's normal range are added one by
+one, with the operands' scales combined first, so that 2^-127 times 2^127 is 1 although
+XLA:CPU flushes subnormals.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class StagedInput:
         """The same storage with nothing written: sets the scales to NaN."""
         return dataclasses.replace(
             self,
-            scales=_nan_scales(*self.scales.shape),
+            scales=_as_scales(jnp.full_like(as_bytes(self.scales), NAN_SCALE)),
             written=None if self.written is None else (),
         )
 
@@ -84,7 +84,8 @@ def empty_input(
     What is never written decodes to NaN. The storage also knows which columns were
     written, as long as `column` is a Python int, and `mm_quantized` then refuses to
     multiply missing ones. A `lax.scan` carry cannot change what it knows, and neither
-    can a traced `column`: use ``track=False`` there.
+    can a traced `column`: use ``track=False`` there. (As a carry inside `shard_map`,
+    make it varying first, with `lax.pcast`.)
 
     Args:
         max_tokens: capacity T in rows.
@@ -114,7 +115,7 @@ def empty_input(
         )
     return StagedInput(
         jnp.zeros((max_tokens, num_columns), jnp.float8_e4m3fn),
-        _nan_scales(max_tokens, num_columns // GROUP),
+        _as_scales(jnp.full((max_tokens, num_columns // GROUP), NAN_SCALE, jnp.uint8)),
         scale_group,
         () if track else None,
     )
@@ -205,14 +206,15 @@ def _locate(
             "column is an array, and this storage tracks the columns written: use a "
             "Python int, or empty_input(..., track=False)"
         )
-    column = column.astype(jnp.int32)
+    # Checked before it is narrowed, and widened before it is compared.
+    if column.dtype.itemsize < 4:
+        column = column.astype(jnp.int32)
     is_valid = (column % TILE == 0) & (column >= 0) & (column <= end)
-    nearest = jnp.clip(column // TILE * TILE, 0, end)
+    nearest = jnp.clip(column, 0, end).astype(jnp.int32) // TILE * TILE
     return jnp.where(is_valid, nearest, ~nearest), None
 
 
-def _nan_scales(num_rows: int, num_groups: int) -> Array:
-    scales = jnp.full((num_rows, num_groups), NAN_SCALE, jnp.uint8)
+def _as_scales(scales: Array) -> Array:
     return lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)
 
 

@@ -1,5 +1,5 @@
-// What the Hopper kernels share: E4M3 values to operands of the tensor cores, rings of shared
-// memory.
+// What the Hopper kernels share: E4M3 values to operands of the tensor cores, and rings of slots in
+// shared memory. Which decoder serves which rows is in `scales.h`.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,3 +1,5 @@
+// Launches of the exact product: scales are prepared, near tiles multiplied from f16, and the wide
+// ones, if there are any, from bf16. Owns the layout of the workspace.
 #include <algorithm>
 
 #include "../../error.h"
@@ -71,13 +73,17 @@ int64_t GemmSm90WorkspaceBytes(int64_t rows, int64_t num_outputs, int64_t num_co
          kPartialBytes;
 }
 
-void LaunchGemmSm90(const MultiplyCall& call, void* workspace, cudaStream_t stream) {
+void LaunchGemmSm90(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
+                    cudaStream_t stream) {
   if (call.x.rows == 0 || call.w.rows == 0) return;
   const int64_t k = call.num_columns;
   const Tiles tiles(call.x.rows, call.w.rows, k);
   Require(tiles.padded_rows <= INT32_MAX && tiles.padded_outputs <= INT32_MAX &&
               k <= INT32_MAX - kTile && tiles.count() <= INT32_MAX / 2,
           "an MXFP8 product of ", call.x.rows, " x ", call.w.rows, " x ", k, " is too large");
+  const int64_t needed = GemmSm90WorkspaceBytes(call.x.rows, call.w.rows, k);
+  Require(workspace_bytes >= needed, "a workspace of ", workspace_bytes, " bytes where ", needed,
+          " are needed");
   int device = 0, num_sms = 0;
   CheckCuda(cudaGetDevice(&device), "cudaGetDevice");
   CheckCuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device),

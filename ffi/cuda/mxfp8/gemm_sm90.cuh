@@ -1,19 +1,17 @@
 // The kernel of `gemm_sm90.h`: persistent CTAs, each with a tile of 256 x 128 outputs at a time.
 //
-//   warpgroup 0     decodes w's tile from one ring of shared memory to another, as 16-bit values
-//   warpgroup 1     one thread has the copy engine fill the first ring: x, w and their scale words
-//   warpgroups 2, 3 decode x into registers, 128 rows each, and multiply: x from registers, w from
-//   the
-//                   second ring
+//   warpgroup 0     decodes w's tile to 16-bit values, from one ring in shared memory to another
+//   warpgroup 1     one thread has the copy engine fill the first ring: x, w, their scale words
+//   warpgroups 2, 3 decode x in registers, 128 rows each, and multiply it with the second ring
 //
 // It is bound by power and the tensor pipe. Shared memory comes next: at full rate the products
 // read 64 bytes a clock of it, decoding w writes 16, reading MXFP8 takes 24 and filling the ring
-// 24, of 128 in all. So x is decoded in registers, and no other pass through shared memory is
+// 24, of 128 in all. So x is decoded in registers: no other pass through shared memory is
 // affordable.
 //
 // The order of columns within a stage is our own, the same for both operands: of 128 columns,
 // product step j takes bytes 4j .. 4j+3 of each of the four groups. Lane q of a quad then holds
-// exactly the values of group q, so that it needs one scale a row, whole 16-byte loads and no
+// exactly the values of group q, so that it needs one scale a row, whole 16-byte loads, no
 // shuffles.
 #pragma once
 
@@ -348,6 +346,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::SetMaxNRegInc<200>();
     Consume<Decoder, Output>(shared, params, schedule, threadIdx.x - 256);
   }
+#elif defined(__CUDA_ARCH__)
+  __trap();  // built for another architecture: an error, not an array that nobody wrote
 #endif
 }
 

@@ -1,4 +1,7 @@
 // Which tiles a CTA of the exact product has, and how a tile's sums become outputs.
+//
+// Owns the split of tiles over CTAs, the sums of split tiles, and the epilogue; the main loop is in
+// `gemm_sm90.cuh`. The one surprise: CTAs wait for each other where a tile is split.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -80,8 +83,7 @@ class TileSchedule {
   __device__ TileSchedule(const GemmParams& params, bool has_wide, bool is_fallback)
       : params_(params), has_wide_(has_wide), is_fallback_(is_fallback) {}
 
-  // Sets `part` to the first one from `number` on that is this kernel's, and `number` to its
-  // number.
+  // Finds the first part from `number` on that is this kernel's.
   __device__ bool Find(int& number, TilePart& part) const {
     for (; Locate(number, part); ++number) {
       const bool is_empty = part.begin >= part.end;
@@ -155,7 +157,8 @@ __device__ __forceinline__ void LeavePartial(const TileSplit& split, int consume
   if (thread == 0) ptx::StoreReleaseGpu(split.are_here + slot, 1);  // pairs with AddPartial
 }
 
-// Adds what CTA `cta` left.
+// Adds what CTA `cta` left. That CTA has a lower number, so it was dispatched before this one, and
+// it leaves its part before it waits for anybody's: the wait ends whatever else the GPU runs.
 __device__ __forceinline__ void AddPartial(const TileSplit& split, int cta, int consumer,
                                            int thread, float (&sums)[2][64]) {
   const int slot = cta * kConsumers + consumer;

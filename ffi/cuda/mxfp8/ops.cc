@@ -1,3 +1,5 @@
+// The FFI handlers of the staged linear: buffers and attributes checked and turned into calls, and
+// which kernel serves a product, for Python to ask when it lowers one.
 #include "ops.h"
 
 #include "../../ops.h"

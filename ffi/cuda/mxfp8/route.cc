@@ -1,3 +1,4 @@
+// The choice of a kernel, and the one place that launches any of them.
 #include "route.h"
 
 #include "../../error.h"
@@ -13,9 +14,8 @@ constexpr int kBlackwell = 100;
 
 Choice ChooseOnHopper(const Shape& shape, int scale_group) {
   const auto& [m, n, k, output, has_bias] = shape;
-  if (m <= kMaxSmallTokens) {
-    return {Route::kSmall, SmallWorkspaceBytes(m, n, k),
-            "few tokens: the weight streams once, exact products, fp32 sums"};
+  if (SmallSupports(m, n, k)) {
+    return {Route::kSmall, 0, "few tokens: the weight streams once, exact products, fp32 sums"};
   }
   const Choice exact{Route::kGemm, GemmSm90WorkspaceBytes(m, n, k),
                      "decoded to 16 bits in the kernel, exact products, fp32 sums"};
@@ -52,11 +52,9 @@ void Launch(Route route, const MultiplyCall& call, void* workspace, int64_t work
             cudaStream_t stream) {
   switch (route) {
     case Route::kSmall:
-      Require(SmallSupports(call), "an MXFP8 product of ", call.x.rows, " x ", call.w.rows, " x ",
-              call.num_columns, " is too large for few tokens");
-      return LaunchSmall(call, workspace, stream);
+      return LaunchSmall(call, stream);
     case Route::kGemm:
-      return LaunchGemmSm90(call, workspace, stream);
+      return LaunchGemmSm90(call, workspace, workspace_bytes, stream);
     case Route::kBlockScaled:
       return LaunchBlockScaled(call, workspace, workspace_bytes, stream);
     case Route::kNative:

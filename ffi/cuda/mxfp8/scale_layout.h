@@ -1,5 +1,4 @@
-// Where cuBLASLt expects the scales of a block-scaled operand. Pure functions, the same on the
-// host.
+// Where cuBLASLt expects the scales of a block-scaled operand: pure functions, host and device.
 //
 // Source: NVIDIA, "cuBLAS Library", sections "1D Block Scaling Factors Layout" and "Scaling factors
 // layouts" (https://docs.nvidia.com/cuda/cublas).

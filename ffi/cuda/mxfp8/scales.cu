@@ -1,5 +1,6 @@
-// Prepares the scales of both operands in one launch; the values are read only where a scale's
-// range makes it matter whether its group is all zero.
+// Prepares the scales of both operands in one launch, before the product. The values are read only
+// where a scale's range makes it matter whether its group is all zero: such a group's scale is a
+// convention, and must not make its row wide.
 #include "../launch.h"
 #include "scales.h"
 
@@ -7,8 +8,8 @@ namespace jax_pcie::cuda::mxfp8 {
 namespace {
 
 constexpr int kWarps = 16;  // of a CTA; each takes every 16th word of a row
-constexpr int kKeptWords =
-    12;  // read once: rows of up to 16 * 12 * 128 columns need no second look
+// Of a row and warp, kept from one pass to the next: rows of up to 24576 columns are read once.
+constexpr int kKeptWords = 12;
 constexpr int kOneScale = 127;
 
 struct Side {

@@ -1,3 +1,4 @@
+// Launches of products of few tokens: the table of forms, and what each is given.
 #include "../../error.h"
 #include "../launch.h"
 #include "small.h"
@@ -91,24 +92,23 @@ void VisitForm(const MultiplyCall& call, Visitor&& visit) {
   return VisitRows<64>(call.w.rows, visit);
 }
 
-bool IsAligned(const uint8_t* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+constexpr int64_t kMaxExtent = int64_t{1} << 28;  // of 32-bit index arithmetic
 
 }  // namespace
 
-bool SmallSupports(const MultiplyCall& call) {
-  constexpr int64_t kMaxExtent = int64_t{1} << 28;
-  const auto fits = [&](const Operand& operand) {
-    return operand.stride % kGroup == 0 && operand.stride >= call.num_columns &&
-           operand.stride <= kMaxExtent && IsAligned(operand.values);
-  };
-  return call.x.rows >= 1 && call.x.rows <= kMaxSmallTokens && call.w.rows >= 1 &&
-         call.w.rows <= kMaxExtent && call.num_columns >= kGroup &&
-         call.num_columns % kGroup == 0 && fits(call.x) && fits(call.w);
+bool SmallSupports(int64_t num_tokens, int64_t num_outputs, int64_t num_columns) {
+  return num_tokens >= 1 && num_tokens <= kMaxSmallTokens && num_outputs >= 1 &&
+         num_outputs <= kMaxExtent && num_columns >= kGroup && num_columns <= kMaxExtent &&
+         num_columns % kGroup == 0;
 }
 
-int64_t SmallWorkspaceBytes(int64_t, int64_t, int64_t) { return 0; }
-
-void LaunchSmall(const MultiplyCall& call, void*, cudaStream_t stream) {
+void LaunchSmall(const MultiplyCall& call, cudaStream_t stream) {
+  for (const Operand& operand : {call.x, call.w}) {
+    Require(operand.stride % kGroup == 0 && operand.stride <= kMaxExtent &&
+                reinterpret_cast<uintptr_t>(operand.values) % 16 == 0,
+            "an MXFP8 operand of stride ", operand.stride,
+            " is too wide for few tokens, or not aligned to 16 bytes");
+  }
   VisitForm(call, [&]<class Form>() { LaunchSmallForm<Form>(call, stream); });
 }
 

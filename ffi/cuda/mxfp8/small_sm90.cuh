@@ -796,6 +796,8 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     return;
   }
   ptx::BarrierClusterWait();
+#elif defined(__CUDA_ARCH__)
+  __trap();  // built for another architecture: an error, not an array that nobody wrote
 #endif
 }
 

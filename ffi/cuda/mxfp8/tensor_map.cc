@@ -1,3 +1,4 @@
+// Tensor maps are made by the driver, on the host, at each launch: they hold addresses.
 #include "tensor_map.h"
 
 #include <cuda_runtime_api.h>
