@@ -1,7 +1,7 @@
 // PTX of Hopper's asynchronous units, one function an instruction, named after it: mbarriers, bulk
 // and tensor copies, warpgroup products, register budgets. Plain PTX is in `ptx.cuh`.
 //
-// Everything here is for sm_90a only: kernels that call it are compiled to an empty body elsewhere.
+// All but the conversions is for sm_90a only: kernels that call it do nothing but trap elsewhere.
 #pragma once
 
 #include <cuda.h>
@@ -198,6 +198,12 @@ __device__ __forceinline__ uint32_t CvtF16x2E4m3x2High(uint32_t high_two_bytes) 
       : "=r"(halves)
       : "r"(high_two_bytes));
   return halves;
+}
+
+__device__ __forceinline__ uint32_t MulF16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
 }
 
 __device__ __forceinline__ uint32_t CvtE4m3x2F32(float first, float second) {

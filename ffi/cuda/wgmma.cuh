@@ -1,5 +1,8 @@
-// Hopper's warpgroup products, wgmma.mma_async with the first operand in registers; see
-// `ptx_sm90.cuh`.
+// Hopper's warpgroup products, wgmma.mma_async with the first operand in registers; for sm_90a
+// only.
+//
+// An instruction names its shape, its type and every register of its sums, so that each width and
+// type needs a text of its own.
 #pragma once
 
 #include <cstdint>

@@ -1,16 +1,13 @@
 """The primitives of the staged linear: quantise, quantise in place, multiply.
 
 Each has a lowering through plain JAX (`format`, `product`), which any platform can run,
-and one to our kernels on CUDA. Which kernel serves a product follows from its shape and
-the GPU when a program is lowered; `plan` says it. Operands are uint8 here, float8 only
-in the public API. Sections read: function, primitive, abstract evaluation, lowerings,
-batching. Gradients are defined above, in `gradient`.
+and one to our kernels on CUDA; `route` says which kernel serves a product. Operands are
+uint8 here, float8 only in the public API. Sections read: function, primitive, abstract
+evaluation, lowerings, batching. Gradients are defined above, in `gradient`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from functools import partial
 from typing import Any
 
@@ -22,12 +19,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_pcie import _ffi
-from jax_pcie.group import check_dtype
 from jax_pcie.mxfp8 import format, product
-from jax_pcie.mxfp8.checks import check_scale_group
 from jax_pcie.mxfp8.format import GROUP, NAN_SCALE, Operand
-
-OUTPUT_TYPES = ("bfloat16", "float16", "float32")  # in the order of the kernels' enum
+from jax_pcie.mxfp8.route import Route, choose
 
 
 def _lower_generic(function: Any, ctx: Any, *args: Any, **params: Any) -> Any:  # noqa: ANN401
@@ -333,7 +327,7 @@ def _multiply_generic(
 
 def _multiply_cuda(ctx: Any, *args: Any, **params: Any) -> Any:  # noqa: ANN401
     has_bias, has_out = params["has_bias"], params["has_out"]
-    chosen = _choose(
+    chosen = choose(
         _ffi.mxfp8_capability(ctx),
         params["num_tokens"],
         params["num_outputs"],
@@ -400,107 +394,3 @@ def _no_derivative(*_: object, **__: object) -> None:
 
 for _primitive in (quantize_p, quantize_into_p, multiply_p):
     ad.primitive_jvps[_primitive] = _no_derivative
-
-# --- Which kernel
-
-
-class Route(enum.IntEnum):
-    """What serves a product; the numbers are those of `ffi/cuda/mxfp8/route.h`."""
-
-    GENERIC = 0
-    SMALL = 1
-    GEMM = 2
-    BLOCK_SCALED = 3
-    NATIVE = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a product would be carried out; see `plan`.
-
-    Attributes:
-        route: what serves it. GENERIC: plain JAX, decoded operands and an fp32 product.
-            SMALL, GEMM: our Hopper kernels. BLOCK_SCALED, NATIVE: cuBLASLt, on Hopper
-            and on Blackwell.
-        workspace_bytes: device memory beside operands and result.
-        reason: why, in words.
-    """
-
-    route: Route
-    workspace_bytes: int
-    reason: str
-
-
-def _choose(
-    capability: int | None,
-    num_tokens: int,
-    num_outputs: int,
-    num_columns: int,
-    *,
-    scale_group: int,
-    dtype: np.dtype,
-    has_bias: bool,
-) -> Plan:
-    if capability is None:
-        return Plan(Route.GENERIC, 0, "no CUDA device, or no CUDA module of ours")
-    if 0 in (num_tokens, num_outputs):
-        return Plan(Route.GENERIC, 0, "an empty result")
-    route, workspace_bytes, reason = _ffi.native_module("cuda").mxfp8_route(
-        capability,
-        num_tokens,
-        num_outputs,
-        num_columns,
-        scale_group=scale_group,
-        output=OUTPUT_TYPES.index(np.dtype(dtype).name),
-        has_bias=has_bias,
-    )
-    return Plan(Route(route), workspace_bytes, reason)
-
-
-def plan(
-    num_tokens: int,
-    num_outputs: int,
-    num_columns: int,
-    *,
-    scale_group: int = 32,
-    dtype: Any = jnp.bfloat16,  # noqa: ANN401
-    has_bias: bool = False,
-    device: jax.Device | None = None,
-) -> Plan:
-    """Says which kernel would serve a product, without running it.
-
-    Args:
-        num_tokens, num_outputs, num_columns: M, N and K of the product.
-        scale_group: 32 or 128.
-        dtype: bfloat16, float16 or float32, of the result.
-        has_bias: whether a bias is added.
-        device: where; default JAX's first device.
-
-    Raises:
-        ValueError: a size or `scale_group` does not fit.
-        TypeError: `dtype` does not fit.
-
-    Example:
-        >>> plan(8, 7168, 7168, device=jax.devices("cpu")[0]).route.name
-        'GENERIC'
-    """
-    check_scale_group("plan", scale_group)
-    dtype = check_dtype("plan's dtype", dtype)
-    for name, size in (
-        ("num_tokens", num_tokens),
-        ("num_outputs", num_outputs),
-        ("num_columns", num_columns),
-    ):
-        if size < 0 or (name == "num_columns" and (size == 0 or size % GROUP)):
-            rule = "a positive multiple of 32" if name == "num_columns" else "0 or more"
-            raise ValueError(f"{name} is {size}, and must be {rule}")
-    device = jax.devices()[0] if device is None else device
-    return _choose(
-        _ffi.mxfp8_device_capability(device),
-        num_tokens,
-        num_outputs,
-        num_columns,
-        scale_group=scale_group,
-        dtype=dtype,
-        has_bias=has_bias,
-    )

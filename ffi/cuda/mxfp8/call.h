@@ -10,7 +10,8 @@ namespace jax_pcie::cuda::mxfp8 {
 inline constexpr int kGroup = 32;  // columns that share a scale byte
 inline constexpr int kTile = 128;  // columns of a scale word: four groups
 
-enum class OutputType : int32_t { kBf16 = 0, kF16 = 1, kF32 = 2 };
+// Of what is not MXFP8: raw inputs and outputs.
+enum class ElementType : int32_t { kBf16 = 0, kF16 = 1, kF32 = 2 };
 
 // Row-major E4M3 values [rows, stride] and E8M0 scale bytes [rows, stride / 32]. Only the first
 // columns of a row may belong to the product: `MultiplyCall::num_columns` of them.
@@ -28,7 +29,7 @@ struct MultiplyCall {
   int64_t num_columns;  // K, a multiple of 32
   const float* bias;    // [N] or null
   void* y;              // [M, N], dense
-  OutputType output;
+  ElementType output;
 };
 
 }  // namespace jax_pcie::cuda::mxfp8

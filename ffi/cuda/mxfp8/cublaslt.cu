@@ -228,13 +228,13 @@ void LaunchFinish(const float* sums, const MultiplyCall& call, cudaStream_t stre
 }
 
 template <class Visitor>
-void VisitOutput(OutputType output, Visitor&& visit) {
+void VisitOutput(ElementType output, Visitor&& visit) {
   switch (output) {
-    case OutputType::kBf16:
+    case ElementType::kBf16:
       return visit.template operator()<Bf16>(DataType::kBf16);
-    case OutputType::kF16:
+    case ElementType::kF16:
       return visit.template operator()<F16>(DataType::kF16);
-    case OutputType::kF32:
+    case ElementType::kF32:
       return visit.template operator()<F32>(DataType::kF32);
   }
   throw Error(Concat("output type ", static_cast<int>(output), " is not one of 0, 1, 2"));
@@ -244,12 +244,12 @@ void VisitOutput(OutputType output, Visitor&& visit) {
 
 // Where the sums go. The library's bias has y's type, which loses bits of an fp32 bias, and rows of
 // y must lie a multiple of 16 bytes apart: otherwise fp32 sums first, then FinishKernel.
-struct Route {
+struct SumsPlace {
   bool in_workspace;  // else in y
   bool finish;
 
-  static constexpr Route For(int64_t n, OutputType output, bool has_bias) {
-    if (output == OutputType::kF32) return {false, has_bias};
+  static constexpr SumsPlace For(int64_t n, ElementType output, bool has_bias) {
+    if (output == ElementType::kF32) return {false, has_bias};
     const bool separate = has_bias || n * 2 % cublaslt::kAlignment != 0;
     return {separate, separate};
   }
@@ -259,12 +259,12 @@ struct WorkspaceLayout {
   int64_t x_scales, w_scales, sums, scratch, total_bytes;
 
   template <class Problem>
-  static constexpr WorkspaceLayout For(int64_t m, int64_t n, int64_t k, const Route& route) {
+  static constexpr WorkspaceLayout For(int64_t m, int64_t n, int64_t k, const SumsPlace& place) {
     constexpr int64_t kAlign = 256;
     WorkspaceLayout layout{};
     layout.w_scales = layout.x_scales + RoundUp(Problem::XScaleBytes(m, k), kAlign);
     layout.sums = layout.w_scales + RoundUp(Problem::WScaleBytes(n, k), kAlign);
-    const int64_t sums_bytes = route.in_workspace ? m * n * int64_t{sizeof(float)} : 0;
+    const int64_t sums_bytes = place.in_workspace ? m * n * int64_t{sizeof(float)} : 0;
     layout.scratch = layout.sums + RoundUp(sums_bytes, kAlign);
     layout.total_bytes = layout.scratch + cublaslt::kScratchBytes;
     return layout;
@@ -272,8 +272,8 @@ struct WorkspaceLayout {
 };
 
 template <class Problem>
-int64_t WorkspaceBytes(int64_t m, int64_t n, int64_t k, OutputType output, bool has_bias) {
-  return WorkspaceLayout::For<Problem>(m, n, k, Route::For(n, output, has_bias)).total_bytes;
+int64_t WorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType output, bool has_bias) {
+  return WorkspaceLayout::For<Problem>(m, n, k, SumsPlace::For(n, output, has_bias)).total_bytes;
 }
 
 void RequireAligned(const void* pointer, uintptr_t alignment, const char* name) {
@@ -287,8 +287,8 @@ void Launch(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
   const int64_t m = call.x.rows, n = call.w.rows, k = call.num_columns;
   Require(Supports<Problem>(m, n, k), "cuBLASLt cannot multiply x [", m, ", ", k, "] by w [", n,
           ", ", k, "]");
-  const Route route = Route::For(n, call.output, call.bias != nullptr);
-  const WorkspaceLayout layout = WorkspaceLayout::For<Problem>(m, n, k, route);
+  const SumsPlace place = SumsPlace::For(n, call.output, call.bias != nullptr);
+  const WorkspaceLayout layout = WorkspaceLayout::For<Problem>(m, n, k, place);
   Require(workspace_bytes >= layout.total_bytes, "the workspace has ", workspace_bytes,
           " bytes, needed are ", layout.total_bytes);
   RequireAligned(workspace, 256, "the workspace");
@@ -299,14 +299,14 @@ void Launch(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
   auto* const base = static_cast<std::byte*>(workspace);
   std::byte* const x_scales = base + layout.x_scales;
   std::byte* const w_scales = base + layout.w_scales;
-  void* const sums = route.in_workspace ? base + layout.sums : call.y;
+  void* const sums = place.in_workspace ? base + layout.sums : call.y;
   VisitOutput(call.output, [&]<class Element>(DataType y_type) {
     Problem::LaunchScales(call, x_scales, w_scales, stream);
     cublaslt::Multiply(
-        {m, n, k, call.x.stride, call.w.stride, n, route.in_workspace ? DataType::kF32 : y_type,
+        {m, n, k, call.x.stride, call.w.stride, n, place.in_workspace ? DataType::kF32 : y_type,
          Problem::kXMode, Problem::kWMode},
         {call.x.values, x_scales, call.w.values, w_scales, sums, base + layout.scratch}, stream);
-    if (route.finish) LaunchFinish<Element>(static_cast<const float*>(sums), call, stream);
+    if (place.finish) LaunchFinish<Element>(static_cast<const float*>(sums), call, stream);
   });
 }
 
@@ -320,11 +320,11 @@ void PrepareCublasLt() { cublaslt::DeviceHandle(); }
 bool BlockScaledSupports(int64_t m, int64_t n, int64_t k) { return Supports<BlockScaled>(m, n, k); }
 bool Mxfp8NativeSupports(int64_t m, int64_t n, int64_t k) { return Supports<Native>(m, n, k); }
 
-int64_t BlockScaledWorkspaceBytes(int64_t m, int64_t n, int64_t k, OutputType output,
+int64_t BlockScaledWorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType output,
                                   bool has_bias) {
   return WorkspaceBytes<BlockScaled>(m, n, k, output, has_bias);
 }
-int64_t Mxfp8NativeWorkspaceBytes(int64_t m, int64_t n, int64_t k, OutputType output,
+int64_t Mxfp8NativeWorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType output,
                                   bool has_bias) {
   return WorkspaceBytes<Native>(m, n, k, output, has_bias);
 }

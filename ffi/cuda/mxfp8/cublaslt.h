@@ -31,9 +31,9 @@ bool BlockScaledSupports(int64_t m, int64_t n, int64_t k);
 bool Mxfp8NativeSupports(int64_t m, int64_t n, int64_t k);
 
 // Of the `workspace` below; needs no GPU.
-int64_t BlockScaledWorkspaceBytes(int64_t m, int64_t n, int64_t k, OutputType output,
+int64_t BlockScaledWorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType output,
                                   bool has_bias);
-int64_t Mxfp8NativeWorkspaceBytes(int64_t m, int64_t n, int64_t k, OutputType output,
+int64_t Mxfp8NativeWorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType output,
                                   bool has_bias);
 
 // `workspace` is aligned to 256 bytes, values and y to 16.

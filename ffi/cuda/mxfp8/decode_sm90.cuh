@@ -23,9 +23,7 @@ struct DecodeF16 {
   __device__ static uint32_t Multiplier(uint32_t field, int /*base*/) { return field * 0x04000400; }
 
   __device__ static uint32_t Scaled(uint32_t halves, uint32_t multiplier) {
-    uint32_t result;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(multiplier));
-    return result;
+    return ptx::MulF16x2(halves, multiplier);
   }
 
   template <int kSums>

@@ -110,11 +110,11 @@ void LaunchGemmSm90(const MultiplyCall& call, void* workspace, int64_t workspace
   const CUtensorMap x_map = MapOfBytes(call.x.values, call.x.rows, k, call.x.stride, kTileRows);
   const CUtensorMap w_map = MapOfBytes(call.w.values, call.w.rows, k, call.w.stride, kTileOutputs);
   switch (call.output) {
-    case OutputType::kBf16:
+    case ElementType::kBf16:
       return LaunchBoth<__nv_bfloat16>(x_map, w_map, params, num_ctas, stream);
-    case OutputType::kF16:
+    case ElementType::kF16:
       return LaunchBoth<__half>(x_map, w_map, params, num_ctas, stream);
-    case OutputType::kF32:
+    case ElementType::kF32:
       return LaunchBoth<float>(x_map, w_map, params, num_ctas, stream);
   }
 }

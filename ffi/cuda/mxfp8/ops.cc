@@ -14,14 +14,14 @@ namespace {
 
 constexpr int64_t kWorkspaceAlignment = 256;
 
-OutputType OutputTypeOf(ffi::DataType type) {
+ElementType ElementTypeOf(ffi::DataType type) {
   switch (type) {
     case ffi::BF16:
-      return OutputType::kBf16;
+      return ElementType::kBf16;
     case ffi::F16:
-      return OutputType::kF16;
+      return ElementType::kF16;
     case ffi::F32:
-      return OutputType::kF32;
+      return ElementType::kF32;
     default:
       throw Error(Concat("mxfp8: element type ", int(type),
                          " is not one of bfloat16, float16 and float32"));
@@ -70,7 +70,7 @@ ffi::Error Quantize(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::
       device_column = last_argument->typed_data();
     }
     LaunchQuantize(
-        {x.untyped_data(), static_cast<InputType>(OutputTypeOf(x.element_type())), rows, columns,
+        {x.untyped_data(), ElementTypeOf(x.element_type()), rows, columns,
          static_cast<int>(scale_group), static_cast<uint8_t*>(values->untyped_data()),
          static_cast<uint8_t*>(scales->untyped_data()), Size(*values, 1), column, device_column},
         stream);
@@ -99,7 +99,7 @@ ffi::Error Multiply(ffi::AnyBuffer x_values, ffi::AnyBuffer x_scales, ffi::AnyBu
                             num_columns,
                             bias,
                             y->untyped_data(),
-                            OutputTypeOf(y->element_type())};
+                            ElementTypeOf(y->element_type())};
     // XLA aligns to 128 bytes; the workspace has room for more.
     const auto address = reinterpret_cast<uintptr_t>(workspace->untyped_data());
     const int64_t skipped = -static_cast<int64_t>(address) & (kWorkspaceAlignment - 1);
@@ -162,7 +162,7 @@ void DefineRoute(nb::module_& m) {
          int scale_group, int output, bool has_bias) {
         const Choice choice = ChooseRoute(
             compute_capability,
-            {num_tokens, num_outputs, num_columns, static_cast<OutputType>(output), has_bias},
+            {num_tokens, num_outputs, num_columns, static_cast<ElementType>(output), has_bias},
             scale_group);
         return nb::make_tuple(static_cast<int32_t>(choice.route),
                               choice.workspace_bytes + kWorkspaceAlignment, choice.reason);

@@ -195,11 +195,11 @@ void LaunchInput(const QuantizeCall& call, cudaStream_t stream) {
 void LaunchQuantize(const QuantizeCall& call, cudaStream_t stream) {
   if (call.rows == 0 || call.columns == 0) return;
   switch (call.input) {
-    case InputType::kBf16:
+    case ElementType::kBf16:
       return LaunchInput<__nv_bfloat16>(call, stream);
-    case InputType::kF16:
+    case ElementType::kF16:
       return LaunchInput<__half>(call, stream);
-    case InputType::kF32:
+    case ElementType::kF32:
       return LaunchInput<float>(call, stream);
   }
 }

@@ -9,11 +9,9 @@
 
 namespace jax_pcie::cuda::mxfp8 {
 
-enum class InputType : int32_t { kBf16 = 0, kF16 = 1, kF32 = 2 };
-
 struct QuantizeCall {
   const void* x;  // [rows, columns], dense, aligned to 16 bytes
-  InputType input;
+  ElementType input;
   int64_t rows, columns;  // columns: a multiple of 32
   int scale_group;        // 32 or 128
   uint8_t* values;        // [rows or more, stride]

@@ -19,7 +19,7 @@ enum class Route : int32_t {
 
 struct Shape {
   int64_t num_tokens, num_outputs, num_columns;
-  OutputType output;
+  ElementType output;
   bool has_bias;
 };
 

@@ -17,8 +17,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -26,154 +24,11 @@
 #include "../wgmma.cuh"
 #include "call.h"
 #include "decode_sm90.cuh"
-#include "gemm_far.cuh"
+#include "small_finish.cuh"
+#include "small_form.cuh"
 #include "small_scales.cuh"
 
 namespace jax_pcie::cuda::mxfp8 {
-
-inline constexpr int kSmallSharedBytes = 227 * 1024;
-inline constexpr int kConsumersBarrier = 1, kSegmentBarrier = 2, kRequestsBarrier = 3;
-inline constexpr int kBiasThreads = 96;  // of the copying warpgroup, without the copying warp
-
-// The tuning choices of a kernel.
-template <int kTokens_, int kRowGroups_, int kColumnGroups_, int kBlocks_, int kRanks_>
-struct SmallForm {
-  static constexpr int kTokens = kTokens_;              // 8, 16, 32 or 64
-  static constexpr int kRowGroups = kRowGroups_;        // consumer warpgroups, along the rows
-  static constexpr int kColumnGroups = kColumnGroups_;  // the same, taking turns at stages
-  static constexpr int kBlocks = kBlocks_;              // of 64 rows, for each warpgroup: 1 or 2
-  static constexpr int kRanks = kRanks_;                // CTAs of a cluster
-  static_assert(kRanks >= 2);
-
-  static constexpr int kRows = 64 * kBlocks * kRowGroups;
-  static constexpr int kConsumerWarps = 4 * kRowGroups * kColumnGroups;
-  static constexpr int kConsumers = 32 * kConsumerWarps;
-  static constexpr int kThreads = 256 + kConsumers;
-
-  // The decoders share out a row's eight k16 steps.
-  static constexpr int kDecodeSteps = std::max(1, kTokens / 16);
-  static constexpr int kDecoderWarps = kTokens * 8 / kDecodeSteps / 32;
-
-  // Scale words are held for so many stages; the columns beyond are further segments.
-  static constexpr int kSegmentWords = 4096 / kRows;
-  static constexpr int kWPitch = kRows + 10, kXPitch = kTokens + 10;  // see `WarpScales`
-  static constexpr int kWScaleWarps = std::min(kRows / 8, kConsumerWarps);
-  static constexpr int kXScaleWarps = std::min(kTokens / 8, 4);
-  static constexpr int kRequesters = 32 * (1 + kWScaleWarps + kXScaleWarps);
-
-  static constexpr int kShareRows = kRows / kRanks;  // that a rank finishes
-  static constexpr int kShareQuads = kTokens * kShareRows / 4;
-  static_assert(kShareRows % 16 == 0);
-  static constexpr int kInboxBytes = (kRanks - 1) * kTokens * kShareRows * 4;
-
-  static constexpr int kStageBytes = (kRows + kTokens) * kTile;
-  static constexpr int kDecodedBytes = kTokens * kTile * 2;
-  // A consumer gives a slot back once it has begun with its next one.
-  static constexpr int kDecodedStages = std::max(2 + 32 / kTokens, kColumnGroups + 1);
-  static constexpr int kMaxStages = 24;
-  static constexpr int kOtherBytes =
-      kDecodedStages * kDecodedBytes + kInboxBytes + kSegmentWords * (kWPitch + kXPitch) * 4 +
-      (2 * kRows + kTokens) * 4 + 8 * (3 * kMaxStages + 2 * kDecodedStages + kRanks + 1);
-  // 2 KiB: alignment within and of the whole.
-  static constexpr int kStages =
-      std::min(kMaxStages, (kSmallSharedBytes - 2048 - kOtherBytes) / kStageBytes);
-  static_assert(kStages >= 2);
-  // Enough to keep the memory busy until the scales are there.
-  static constexpr int kFirstStages = std::min(kStages, 96 * 1024 / (kRows * kTile));
-
-  static constexpr int kSumsPitch = kRows + 4;  // 4 mod 16: stored without bank conflicts
-};
-
-template <class Form>
-struct alignas(1024) SmallShared {
-  union {
-    struct {
-      uint8_t w[Form::kStages][Form::kRows][kTile];
-      uint8_t x[Form::kStages][Form::kTokens][kTile];
-      uint16_t decoded[Form::kDecodedStages][2][Form::kTokens][kTile / 2];
-    };
-    float sums[Form::kColumnGroups][Form::kTokens][Form::kSumsPitch];  // once the rings have served
-  };
-  float inbox[Form::kRanks - 1][Form::kTokens][Form::kShareRows];  // by distance, less one
-  uint32_t w_words[Form::kSegmentWords][Form::kWPitch];
-  uint32_t x_words[Form::kSegmentWords][Form::kXPitch];
-  uint32_t w_states[Form::kRows];
-  uint32_t x_states[Form::kTokens];
-  float bias[Form::kRows];
-  uint64_t w_full[Form::kStages], x_full[Form::kStages], empty[Form::kStages];
-  uint64_t decoded_full[Form::kDecodedStages], decoded_empty[Form::kDecodedStages];
-  uint64_t inbox_full;
-  uint32_t has_far[Form::kRanks];  // by distance: the others' come with the inbox
-};
-
-// Where its parts are, as 32-bit addresses.
-template <class Form>
-class SmallMap {
- public:
-  using Shared = SmallShared<Form>;
-
-  __device__ explicit SmallMap(uint32_t base) : base_(base) {}
-
-  __device__ uint32_t w(int stage) const {
-    return base_ + offsetof(Shared, w) + stage * (Form::kRows * kTile);
-  }
-  __device__ uint32_t x(int stage) const {
-    return base_ + offsetof(Shared, x) + stage * (Form::kTokens * kTile);
-  }
-  __device__ uint32_t decoded(int slot, int half) const {
-    return base_ + offsetof(Shared, decoded) + slot * Form::kDecodedBytes +
-           half * (Form::kDecodedBytes / 2);
-  }
-  __device__ uint32_t sums() const { return base_ + offsetof(Shared, sums); }
-  __device__ uint32_t w_words() const { return base_ + offsetof(Shared, w_words); }
-  __device__ uint32_t x_words() const { return base_ + offsetof(Shared, x_words); }
-  __device__ uint32_t w_states() const { return base_ + offsetof(Shared, w_states); }
-  __device__ uint32_t x_states() const { return base_ + offsetof(Shared, x_states); }
-  __device__ uint32_t bias() const { return base_ + offsetof(Shared, bias); }
-  __device__ uint32_t w_full(int s) const { return base_ + offsetof(Shared, w_full) + 8 * s; }
-  __device__ uint32_t x_full(int s) const { return base_ + offsetof(Shared, x_full) + 8 * s; }
-  __device__ uint32_t empty(int s) const { return base_ + offsetof(Shared, empty) + 8 * s; }
-  __device__ uint32_t decoded_full(int s) const {
-    return base_ + offsetof(Shared, decoded_full) + 8 * s;
-  }
-  __device__ uint32_t decoded_empty(int s) const {
-    return base_ + offsetof(Shared, decoded_empty) + 8 * s;
-  }
-  __device__ uint32_t inbox(int slot, int token, int row) const {
-    return base_ + offsetof(Shared, inbox) +
-           ((slot * Form::kTokens + token) * Form::kShareRows + row) * 4;
-  }
-  __device__ uint32_t inbox_full() const { return base_ + offsetof(Shared, inbox_full); }
-  __device__ uint32_t has_far(int distance) const {
-    return base_ + offsetof(Shared, has_far) + 4 * distance;
-  }
-
- private:
-  uint32_t base_;
-};
-
-struct SmallArgs {
-  MultiplyCall call;
-  int num_groups;                  // K / 32
-  int rank_words;                  // stages of 128 columns for each CTA of a cluster
-  int x_load_bytes, w_load_bytes;  // of scales: 16, 4 or 1
-  bool has_vector_stores;          // outputs can be stored by four
-};
-static_assert(std::is_trivially_copyable_v<SmallArgs>);
-
-// What a CTA works on.
-template <class Form>
-struct SmallWork {
-  int rank, first_row, num_rows, first_word, num_words;
-
-  __device__ explicit SmallWork(const SmallArgs& args)
-      : rank(blockIdx.x % Form::kRanks),
-        first_row(blockIdx.x / Form::kRanks * Form::kRows),
-        num_rows(static_cast<int>(min(int64_t{Form::kRows}, args.call.w.rows - first_row))),
-        first_word(rank * args.rank_words),
-        num_words(max(0, min(args.rank_words, (args.num_groups + 3) / 4 - first_word))) {}
-};
-
 // --- The warp that fills the ring
 
 template <class Form>
@@ -561,189 +416,6 @@ __device__ __forceinline__ void Multiply(const SmallMap<Form>& shared, const Sma
   ptx::BarrierSync(kConsumersBarrier, Form::kConsumers);
 }
 
-// --- The end
-
-template <class Output>
-__device__ __forceinline__ void StoreFour(const SmallArgs& args, int64_t index,
-                                          const float (&values)[4], int count) {
-  Output* const y = static_cast<Output*>(args.call.y) + index;
-  struct alignas(4 * sizeof(Output)) Four {
-    Output elements[4];
-  };
-  Four four;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) four.elements[i] = Rounded<Output>(values[i]);
-  if (args.has_vector_stores && count >= 4) {
-    *reinterpret_cast<Four*>(y) = four;
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < count) y[i] = four.elements[i];
-    }
-  }
-}
-
-__device__ __forceinline__ float4 AsFloats(uint4 v) {
-  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-}
-
-__device__ __forceinline__ uint4 AsBits(float4 v) {
-  return {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
-}
-
-__device__ __forceinline__ float4 Sum(float4 a, float4 b) {
-  return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
-}
-
-// Whether any rank has found the row that this state belongs to far.
-template <class Form>
-__device__ __forceinline__ bool IsFar(uint32_t state) {
-  uint32_t all = 0;
-  for (int rank = 0; rank < Form::kRanks; ++rank) all |= ptx::LoadCluster32(ptx::Mapa(state, rank));
-  return all & RowState::kFar;
-}
-
-// The sums of a CTA for four rows: turns in ascending order.
-template <class Form>
-__device__ __forceinline__ float4 SumTurns(const SmallMap<Form>& shared, int token, int row) {
-  const uint32_t from = shared.sums() + (token * Form::kSumsPitch + row) * 4;
-  uint4 parts[Form::kColumnGroups];
-#pragma unroll
-  for (int turn = 0; turn < Form::kColumnGroups; ++turn) {
-    parts[turn] = ptx::LoadShared128(from + turn * (Form::kTokens * Form::kSumsPitch * 4));
-  }
-  float4 sum = AsFloats(parts[0]);
-#pragma unroll
-  for (int turn = 1; turn < Form::kColumnGroups; ++turn) sum = Sum(sum, AsFloats(parts[turn]));
-  return sum;
-}
-
-// Each rank sends the others its sums of their shares of the rows. Here and below, all loads are
-// issued before the first is used: also those of tokens that are not wanted.
-template <class Form>
-__device__ __forceinline__ void SendSums(const SmallMap<Form>& shared, const SmallWork<Form>& work,
-                                         int num_tokens, int thread) {
-  constexpr int kRowQuads = Form::kShareRows / 4;
-  constexpr int kQuads = (Form::kRanks - 1) * Form::kShareQuads;
-  constexpr int kRounds = (kQuads + Form::kConsumers - 1) / Form::kConsumers;
-  auto slot_of = [&](int round) { return (thread + round * Form::kConsumers) / Form::kShareQuads; };
-  auto rank_of = [&](int slot) { return (work.rank + 1 + slot) % Form::kRanks; };
-  auto token_of = [&](int round) {
-    return (thread + round * Form::kConsumers) / kRowQuads % Form::kTokens;
-  };
-  const int row = thread % kRowQuads * 4;
-  float4 sums[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    sums[round] =
-        SumTurns(shared, token_of(round), rank_of(slot_of(round)) * Form::kShareRows + row);
-  }
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int token = token_of(round), slot = slot_of(round);
-    if (slot >= Form::kRanks - 1 || token >= num_tokens) continue;
-    ptx::StoreAsync128(ptx::Mapa(shared.inbox(slot, token, row), rank_of(slot)),
-                       AsBits(sums[round]), ptx::Mapa(shared.inbox_full(), rank_of(slot)));
-  }
-  if (thread < Form::kRanks - 1) {
-    const int rank = rank_of(thread);
-    ptx::StoreAsync32(ptx::Mapa(shared.has_far(1 + thread), rank),
-                      ptx::LoadShared32(shared.has_far(0)), ptx::Mapa(shared.inbox_full(), rank));
-  }
-}
-
-// Each rank finishes its share of the cluster's rows, four at a time: ranks in ascending order,
-// then the bias, then one rounding. By the consumers.
-template <class Form>
-__device__ __forceinline__ void FinishRows(const SmallMap<Form>& shared, const SmallArgs& args,
-                                           const SmallWork<Form>& work, int thread) {
-  constexpr int kRowQuads = Form::kShareRows / 4;
-  constexpr int kRounds = (Form::kShareQuads + Form::kConsumers - 1) / Form::kConsumers;
-  static_assert(Form::kConsumers % kRowQuads == 0);
-  const int num_tokens = static_cast<int>(args.call.x.rows);
-  SendSums(shared, work, num_tokens, thread);
-
-  // Those who have sent less begin.
-  constexpr int kShift = (Form::kRanks - 1) * Form::kShareQuads % Form::kConsumers;
-  const int first_quad = (thread + Form::kConsumers - kShift) % Form::kConsumers;
-  auto token_of = [&](int round) { return (first_quad + round * Form::kConsumers) / kRowQuads; };
-  const int share_row = first_quad % kRowQuads * 4;
-  const int row = work.rank * Form::kShareRows + share_row;
-  const int count = work.num_rows - row;
-  float4 own[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    own[round] = SumTurns(shared, token_of(round) % Form::kTokens, row);
-  }
-  const uint4 bias = ptx::LoadShared128(shared.bias() + row * 4);
-
-  ptx::MbarrierWaitCluster(shared.inbox_full(), 0);
-  uint4 parts[kRounds][Form::kRanks - 1];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-#pragma unroll
-    for (int slot = 0; slot < Form::kRanks - 1; ++slot) {
-      parts[round][slot] =
-          ptx::LoadShared128(shared.inbox(slot, token_of(round) % Form::kTokens, share_row));
-    }
-  }
-  uint32_t has_far = 0;
-#pragma unroll
-  for (int i = 0; i < Form::kRanks; ++i) has_far |= ptx::LoadShared32(shared.has_far(i));
-  if (has_far) {  // all ranks know that; nobody leaves while others read its states
-    ptx::BarrierClusterArrive();
-    ptx::BarrierClusterWait();
-  }
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int token = token_of(round);
-    if (count <= 0 || token >= num_tokens) continue;
-    float4 sum{};
-#pragma unroll
-    for (int rank = 0; rank < Form::kRanks; ++rank) {
-      float4 part = own[round];
-#pragma unroll
-      for (int slot = 0; slot < Form::kRanks - 1; ++slot) {
-        if ((rank + 1 + slot) % Form::kRanks == work.rank) part = AsFloats(parts[round][slot]);
-      }
-      sum = rank == 0 ? part : Sum(sum, part);
-    }
-    float values[4] = {sum.x, sum.y, sum.z, sum.w};
-    if (has_far) {
-      const bool is_far_token = IsFar<Form>(shared.x_states() + token * 4);
-#pragma unroll 1
-      for (int i = 0; i < min(count, 4); ++i) {
-        if (!is_far_token && !IsFar<Form>(shared.w_states() + (row + i) * 4)) continue;
-        const float value = FarProduct(args.call, token, work.first_row + row + i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) values[j] = i == j ? value : values[j];
-      }
-    }
-    if (args.call.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        values[i] = __fadd_rn(values[i], __uint_as_float((&bias.x)[i]));
-      }
-    }
-    const int64_t index = token * args.call.w.rows + work.first_row + row;
-    switch (args.call.output) {
-      case OutputType::kBf16:
-        StoreFour<__nv_bfloat16>(args, index, values, count);
-        break;
-      case OutputType::kF16:
-        StoreFour<__half>(args, index, values, count);
-        break;
-      case OutputType::kF32:
-        StoreFour<float>(args, index, values, count);
-        break;
-    }
-  }
-  if (has_far) {
-    ptx::BarrierClusterArriveRelaxed();  // all that was read has been used
-    ptx::BarrierClusterWait();
-  }
-}
-
 template <class Form>
 __global__ void __launch_bounds__(Form::kThreads, 1)
     SmallKernel(const __grid_constant__ CUtensorMap x_map,
@@ -766,11 +438,11 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   // Pairs with the waits below: until then the others may not have begun.
   ptx::BarrierClusterArriveRelaxed();
 
-  // Registers of a lane in all: 4 x 128 with two consumer warpgroups, 6 x 80 with four. Waits for
-  // the decoders cost more than what the consumers lack.
-  constexpr bool kIsNarrow = Form::kConsumers > 256;
+  // Budgets of 128 threads each, 4 * 128 registers a lane in all: 88 + 24 + 2 * 200. Waits for the
+  // decoders cost more than what the consumers lack.
+  static_assert(Form::kConsumers == 256);
   if (threadIdx.x < 128) {
-    ptx::SetMaxNRegDec<kIsNarrow ? 72 : 88>();
+    ptx::SetMaxNRegDec<88>();
     if (has_wide) {
       DecodeTokens<Form, DecodeBf16>(shared, args, work, threadIdx.x);
     } else {
@@ -783,7 +455,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       PrepareBias(shared, args, work, threadIdx.x - (256 - kBiasThreads));
     }
   } else {
-    ptx::SetMaxNRegInc<kIsNarrow ? 96 : 200>();
+    ptx::SetMaxNRegInc<200>();
     const int thread = threadIdx.x - 256;
     if (thread == 0) ptx::StoreShared32(shared.has_far(0), has_far);
     if (has_wide) {
