@@ -165,8 +165,12 @@ static_assert(kSpanAlign * Int8::kPayloadBytes + Int8::kScaleBytesPerSpan == 132
 
 // --- Where a record's parts lie.
 
+constexpr int64_t CeilDiv(int64_t value, int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
 constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
+  return CeilDiv(value, multiple) * multiple;
 }
 
 // A record of `values` values: payload first, then the scales in block order at a 16-byte boundary.

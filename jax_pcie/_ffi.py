@@ -12,16 +12,20 @@ import importlib
 import importlib.util
 import pathlib
 import re
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import dispatch  # see lower_for_each_device_order
+from jax._src import dispatch  # see register_between_ranks
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from jax_pcie.wire import Codec
+
+Tree = TypeVar("Tree")
 
 
 class PcieError(RuntimeError):
@@ -159,14 +163,46 @@ def checks_varying_axes(axis: str) -> bool:
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 
-def lower_for_each_device_order(primitive: Primitive) -> None:
-    """Makes JAX lower `primitive` anew for every device assignment.
+def vary_alike(tree: Tree, *axes: str) -> Tree:
+    """`tree`, each array typed as varying over `axes` and what any of them varies over.
 
-    JAX caches lowered programs by abstract mesh, which has no devices: a program that
-    was lowered for one mesh would be used for another of the same shape, and sum over
-    the wrong devices. There is no public way to say so in JAX 0.10.2 to 0.12.
+    So a weight that all ranks share gets the sum of their gradients.
     """
+    union = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(tree)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(union - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+# --- Lowering calls between ranks
+
+
+def register_between_ranks(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Registers ``rule(platform, ctx, *operands, **params)`` for both platforms.
+
+    JAX lowers `primitive` anew for every device assignment: it caches lowered programs
+    by abstract mesh, which has no devices, so that a program that was lowered for one
+    mesh would be used for another of the same shape, and sum over the wrong devices.
+    There is no public way to say so in JAX 0.10.2 to 0.12.
+    """
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(
+            primitive,
+            functools.partial(rule, platform),
+            platform=platform,
+            cacheable=False,  # a shared function would take calls out of their order
+        )
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lower_between_ranks(platform: str, target: str) -> Callable[..., list[Any]]:
+    """How a call between ranks is lowered: on GPUs they have an order."""
+    if platform == "cuda":
+        return functools.partial(lower_in_order, target)
+    return jax.ffi.ffi_lowering(target)
 
 
 def lowering_mesh(ctx: Any) -> jax.sharding.Mesh:  # noqa: ANN401

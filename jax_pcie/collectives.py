@@ -6,8 +6,6 @@ transpose. The codec is passed straight through by gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jax_pcie import _ffi
 from jax_pcie.group import (
@@ -161,7 +159,6 @@ def _all_reduce_abstract(
 
 def _all_reduce_lowering(
     platform: str,
-    lower: Callable[..., Any],
     ctx: Any,  # noqa: ANN401
     x: Any,  # noqa: ANN401
     *,
@@ -171,9 +168,9 @@ def _all_reduce_lowering(
 ) -> Any:  # noqa: ANN401
     require_program_of_group(group, "all_reduce", platform, ctx)
     if group.world_size == 1 or ctx.avals_in[0].size == 0:
-        return [
-            x
-        ]  # (compilers trip over empty operands, and XLA's psum over NaN payloads)
+        # Compilers trip over empty operands, and XLA's psum over NaN payloads.
+        return [x]
+    lower = _ffi.lower_between_ranks(platform, "jax_pcie.all_reduce")
     return list(
         lower(
             ctx,
@@ -185,17 +182,7 @@ def _all_reduce_lowering(
     )
 
 
-for _platform, _lower in (
-    ("cpu", jax.ffi.ffi_lowering("jax_pcie.all_reduce")),
-    ("cuda", partial(_ffi.lower_in_order, "jax_pcie.all_reduce")),
-):
-    mlir.register_lowering(
-        all_reduce_p,
-        partial(_all_reduce_lowering, _platform, _lower),
-        platform=_platform,
-        cacheable=False,  # a shared function would take calls out of their order
-    )
-_ffi.lower_for_each_device_order(all_reduce_p)
+_ffi.register_between_ranks(all_reduce_p, _all_reduce_lowering)
 
 
 def _all_reduce_batching(

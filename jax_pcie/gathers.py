@@ -6,8 +6,7 @@ gathers. Bytes are moved as they are, NaN payloads included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jax_pcie import _ffi
 from jax_pcie.collectives import (
@@ -131,17 +130,6 @@ def check_group(op: str, group: PeerGroup) -> None:
     group.in_use = True
 
 
-def vary_alike(arrays: Sequence[Array], *axes: str) -> list[Array]:
-    """`arrays`, each typed as varying over what any of them varies over, and `axes`."""
-    union = frozenset(axes).union(*map(_ffi.varying_axes, arrays))
-
-    def vary(x: Array) -> Array:
-        missing = tuple(union - _ffi.varying_axes(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return [vary(x) for x in arrays]
-
-
 def gather_in_lax(x: Array, group: PeerGroup, to: str) -> Array:
     return jax.lax.all_gather(x, group.axis, axis=1, tiled=True, to=to)
 
@@ -153,14 +141,14 @@ def _gather(arrays: list[Array], group: PeerGroup, op: str, to: str) -> list[Arr
     check_group(op, group)
     checked = _ffi.checks_varying_axes(group.axis)
     if checked:
-        arrays = [vary_alike([x], group.axis)[0] for x in arrays]
+        arrays = [_ffi.vary_alike(x, group.axis) for x in arrays]
 
     invariant = checked and to == "invarying"
 
     def empty(x: Array) -> Array:
         # (compilers trip over empty operands, and lax refuses to gather them)
         y = jnp.zeros(widened(x.shape, group.world_size), x.dtype)
-        return y if invariant else vary_alike([y], *_ffi.varying_axes(x))[0]
+        return y if invariant else _ffi.vary_alike(y, *_ffi.varying_axes(x))
 
     full = [x for x in arrays if x.size]
     if not group.uses_peers:
@@ -201,17 +189,10 @@ def lower_gather(
     group: PeerGroup,
 ) -> list[Any]:
     """The native gather of whole rows, with the operands and results of `ctx`."""
-    lower = lower_between_ranks(platform, "jax_pcie.gather")
+    lower = _ffi.lower_between_ranks(platform, "jax_pcie.gather")
     return lower(
         ctx, *arrays, group=np.int64(group.id), num_arrays=np.int32(len(arrays))
     )
-
-
-def lower_between_ranks(platform: str, target: str) -> Callable[..., list[Any]]:
-    """How a call between ranks is lowered: on GPUs they have an order."""
-    if platform == "cuda":
-        return partial(_ffi.lower_in_order, target)
-    return jax.ffi.ffi_lowering(target)
 
 
 def _gather_lowering(
@@ -226,14 +207,7 @@ def _gather_lowering(
     return lower_gather(platform, ctx, *arrays, group=group)
 
 
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(
-        gather_p,
-        partial(_gather_lowering, _platform),
-        platform=_platform,
-        cacheable=False,  # a shared function would take calls out of their order
-    )
-_ffi.lower_for_each_device_order(gather_p)
+_ffi.register_between_ranks(gather_p, _gather_lowering)
 
 
 def _gather_batching(

@@ -28,10 +28,8 @@ from jax_pcie.gathers import (
     check_same_rows,
     fold_rows,
     gather_in_lax,
-    lower_between_ranks,
     lower_gather,
     unfold_rows,
-    vary_alike,
     widened,
 )
 from jax_pcie.group import PeerGroup
@@ -111,7 +109,7 @@ def _route(logits: Array, bias: Array | None, rule: RouteRule) -> tuple[Array, A
     if rows == 0:
         return _empty_choice(rule)
     operands = [logits] if bias is None else [logits, bias]
-    return tuple(topk_route_p.bind(*vary_alike(operands), rule=rule))
+    return tuple(topk_route_p.bind(*_ffi.vary_alike(operands), rule=rule))
 
 
 def _empty_choice(rule: RouteRule) -> tuple[Array, Array]:
@@ -179,7 +177,7 @@ def _topk_route_batching(
         )
     batch = logits.shape[dims[0]]
     rows = fold_rows(jnp.moveaxis(logits, dims[0], 0))
-    results = topk_route_p.bind(*vary_alike([rows, *bias]), rule=rule)
+    results = topk_route_p.bind(*_ffi.vary_alike([rows, *bias]), rule=rule)
     return [unfold_rows(y, batch) for y in results], [0, 0]
 
 
@@ -274,7 +272,7 @@ def all_gather_topk(
         return _gather_topk_in_lax(latent, logits, bias, group, rule)
     operands = [latent, logits] if bias is None else [latent, logits, bias]
     if checked:
-        operands = vary_alike(operands, group.axis)
+        operands = _ffi.vary_alike(operands, group.axis)
     return tuple(
         all_gather_topk_p.bind(*operands, group=group, rule=rule, checked=checked)
     )
@@ -325,7 +323,7 @@ def _all_gather_topk_lowering(
     logits = ctx.avals_in[1]
     whole = logits.update(shape=widened(logits.shape, group.world_size))
     if group.fuses_selection(whole.shape[1]):
-        lower = lower_between_ranks(platform, "jax_pcie.all_gather_topk")
+        lower = _ffi.lower_between_ranks(platform, "jax_pcie.all_gather_topk")
         attributes = rule.attributes(has_bias=len(operands) == 3)
         return lower(ctx, *operands, group=np.int64(group.id), **attributes)
     pair = ctx.replace(avals_in=ctx.avals_in[:2], avals_out=[ctx.avals_out[0], whole])
@@ -337,14 +335,7 @@ def _all_gather_topk_lowering(
     return [latent, *choice]
 
 
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(
-        all_gather_topk_p,
-        partial(_all_gather_topk_lowering, _platform),
-        platform=_platform,
-        cacheable=False,  # a shared function would take calls out of their order
-    )
-_ffi.lower_for_each_device_order(all_gather_topk_p)
+_ffi.register_between_ranks(all_gather_topk_p, _all_gather_topk_lowering)
 
 
 def _all_gather_topk_batching(
@@ -369,7 +360,7 @@ def _all_gather_topk_batching(
     folded = [rows(x, dim) for x, dim in zip(args[:2], dims[:2], strict=True)]
     operands = [*folded, *args[2:]]
     if params["checked"]:
-        operands = vary_alike(operands, group.axis)
+        operands = _ffi.vary_alike(operands, group.axis)
     results = all_gather_topk_p.bind(*operands, group=group, **params)
     return [unfold_rows(y, axis.size) for y in results], [0, 0, 0]
 

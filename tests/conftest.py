@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import hypothesis
 import jax
 import numpy as np
 import oracles
@@ -64,6 +65,14 @@ def with_worlds(cpu_worlds: list[int]) -> pytest.MarkDecorator:
     worlds.append(pytest.param(("cuda", 2), id="cuda2", marks=pytest.mark.cuda))
     return pytest.mark.parametrize("ranks", worlds, indirect=True)
 
+
+few_drawn_inputs = hypothesis.settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 
 at_all_world_sizes = with_worlds([2, 3, 4, 8])
 at_one_world_size = with_worlds([4])

@@ -20,6 +20,7 @@ from conftest import (
     at_all_world_sizes,
     at_one_world_size,
     at_two_ranks,
+    few_drawn_inputs,
     run_on_all_ranks,
     with_dtypes,
     with_modes,
@@ -325,13 +326,7 @@ def test_one_rank_gets_its_operand_back(
 
 
 @at_two_ranks
-@hypothesis.settings(
-    max_examples=12,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+@few_drawn_inputs
 @hypothesis.given(
     mode=st.sampled_from(MODES),
     dtype=st.sampled_from(DTYPES),

@@ -22,6 +22,7 @@ from conftest import (
     at_one_world_size,
     at_router_worlds,
     at_two_ranks,
+    few_drawn_inputs,
     on_all_ranks,
     with_platforms,
 )
@@ -301,13 +302,7 @@ def test_topk_bits_are_the_same_on_cpu_and_cuda(
 
 
 @at_two_ranks
-@hypothesis.settings(
-    max_examples=12,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+@few_drawn_inputs
 @hypothesis.given(
     rank_experts=st.integers(1, 512),
     rows=st.integers(1, 16),

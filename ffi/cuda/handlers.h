@@ -1,4 +1,5 @@
-// What the CUDA handlers share: errors as a status, and the stage that reports earlier failures.
+// What the CUDA handlers of groups share: the registry, and the stage that reports earlier
+// failures.
 #pragma once
 
 #include "../ops.h"
@@ -8,16 +9,6 @@
 namespace jax_pcie::cuda {
 
 using Groups = Registry<Group>;
-
-template <class Body>
-ffi::Error Guard(Body&& body) {
-  try {
-    body();
-    return ffi::Error::Success();
-  } catch (const std::exception& failure) {
-    return ffi::Error::Internal(failure.what());
-  }
-}
 
 // Runs at every execution, also when a graph is replayed: the place where a wait that failed in an
 // earlier call can still become an error.

@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pcie import _ffi
 from jax_pcie.group import check_dtype
 from jax_pcie.mxfp8.format import GROUP, TILE
 
@@ -44,17 +43,3 @@ def check_scale_group(op: str, scale_group: int) -> None:
 def check_is(op: str, what: str, x: object, kind: type) -> None:
     if not isinstance(x, kind):
         raise TypeError(f"{op} takes {what}, not {type(x).__name__}")
-
-
-def varying_alike(*trees: Any) -> Any:  # noqa: ANN401
-    """`trees` with every array typed as varying over the manual axes of any of them.
-
-    So a weight that all ranks share gets the sum of their gradients.
-    """
-    axes = frozenset().union(*map(_ffi.varying_axes, jax.tree.leaves(trees)))
-
-    def widen(x: Array) -> Array:
-        missing = tuple(sorted(axes - _ffi.varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(widen, trees)

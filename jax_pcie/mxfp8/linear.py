@@ -17,13 +17,13 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_pcie import _ffi
 from jax_pcie.group import check_dtype
 from jax_pcie.mxfp8.checks import (
     check_float,
     check_is,
     check_scale_group,
     not_differentiable,
-    varying_alike,
 )
 from jax_pcie.mxfp8.format import (
     GROUP,
@@ -194,7 +194,9 @@ def mm(
     bias = _check_bias("mm", bias, num_outputs)
     *leading, _ = x.shape
     rows = x.reshape(math.prod(leading), num_columns)
-    y = straight_through(*varying_alike(rows, w, bias), num_outputs, scale_group, dtype)
+    y = straight_through(
+        *_ffi.vary_alike((rows, w, bias)), num_outputs, scale_group, dtype
+    )
     return y.reshape(*leading, num_outputs)
 
 
@@ -291,8 +293,8 @@ def _product(
         (storage.values, storage.scales, bias, out), message
     )
     rows = Operand(as_bytes(values), as_bytes(scales))
-    rows, columns, bias, out = varying_alike(
-        rows, _packed_operand(op, weight), bias, out
+    rows, columns, bias, out = _ffi.vary_alike(
+        (rows, _packed_operand(op, weight), bias, out)
     )
     return multiply(
         rows,

@@ -15,12 +15,12 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jax_pcie import _ffi
 from jax_pcie.mxfp8.checks import (
     check_float,
     check_is,
     check_scale_group,
     not_differentiable,
-    varying_alike,
 )
 from jax_pcie.mxfp8.format import GROUP, NAN_SCALE, TILE, Operand, as_bytes
 from jax_pcie.mxfp8.kernels import quantize_into
@@ -166,9 +166,9 @@ def quantize_input_slice(
     x = not_differentiable(x, f"{op} has no gradient: train through mm")
     old = Operand(as_bytes(storage.values), as_bytes(storage.scales))
     if isinstance(start, int):
-        x, old = varying_alike(x, old)
+        x, old = _ffi.vary_alike((x, old))
     else:
-        x, old, start = varying_alike(x, old, start)
+        x, old, start = _ffi.vary_alike((x, old, start))
     rows = quantize_into(x, old, start, storage.scale_group)
     return dataclasses.replace(
         storage,

@@ -2,6 +2,7 @@
 // ones, if there are any, from bf16. Owns the layout of the workspace.
 #include <algorithm>
 
+#include "../../codec.h"
 #include "../../error.h"
 #include "../launch.h"
 #include "gemm_sm90.cuh"
@@ -10,10 +11,6 @@
 
 namespace jax_pcie::cuda::mxfp8 {
 namespace {
-
-int64_t RoundUpTo(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 template <class Decoder, class Output>
 void LaunchKernel(const CUtensorMap& x_map, const CUtensorMap& w_map, const GemmParams& params,
@@ -41,11 +38,11 @@ struct Tiles {
   int64_t padded_rows, padded_outputs, row_tiles, output_tiles, num_words;
 
   Tiles(int64_t rows, int64_t num_outputs, int64_t num_columns)
-      : padded_rows(RoundUpTo(rows, kTileRows)),
-        padded_outputs(RoundUpTo(num_outputs, kTileOutputs)),
+      : padded_rows(RoundUp(rows, kTileRows)),
+        padded_outputs(RoundUp(num_outputs, kTileOutputs)),
         row_tiles(padded_rows / kTileRows),
         output_tiles(padded_outputs / kTileOutputs),
-        num_words(RoundUpTo(num_columns, kTile) / kTile) {}
+        num_words(CeilDiv(num_columns, kTile)) {}
 
   int64_t count() const { return row_tiles * output_tiles; }
 };
@@ -64,13 +61,26 @@ constexpr int64_t kFlagBytes = 2048;
 static_assert(kMaxCtas * kConsumers * sizeof(uint32_t) <= kFlagBytes);
 constexpr int64_t kPartialBytes = int64_t{kMaxCtas} * kConsumers * kPartialVectors * sizeof(float4);
 
+// Where the parts of the workspace lie, in bytes from its start, where the flags are.
+struct WorkspaceLayout {
+  int64_t partials, x_scales, w_scales, total_bytes;
+
+  static WorkspaceLayout For(const Tiles& tiles, int64_t num_columns) {
+    WorkspaceLayout layout{};
+    layout.partials = kFlagBytes;
+    layout.x_scales = layout.partials + kPartialBytes;
+    layout.w_scales =
+        layout.x_scales + PreparedScales::WorkspaceBytes(tiles.padded_rows, num_columns);
+    layout.total_bytes =
+        layout.w_scales + PreparedScales::WorkspaceBytes(tiles.padded_outputs, num_columns);
+    return layout;
+  }
+};
+
 }  // namespace
 
 int64_t GemmSm90WorkspaceBytes(int64_t rows, int64_t num_outputs, int64_t num_columns) {
-  const Tiles tiles(rows, num_outputs, num_columns);
-  return PreparedScales::WorkspaceBytes(tiles.padded_rows, num_columns) +
-         PreparedScales::WorkspaceBytes(tiles.padded_outputs, num_columns) + kFlagBytes +
-         kPartialBytes;
+  return WorkspaceLayout::For({rows, num_outputs, num_columns}, num_columns).total_bytes;
 }
 
 void LaunchGemmSm90(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
@@ -81,9 +91,9 @@ void LaunchGemmSm90(const MultiplyCall& call, void* workspace, int64_t workspace
   Require(tiles.padded_rows <= INT32_MAX && tiles.padded_outputs <= INT32_MAX &&
               k <= INT32_MAX - kTile && tiles.count() <= INT32_MAX / 2,
           "an MXFP8 product of ", call.x.rows, " x ", call.w.rows, " x ", k, " is too large");
-  const int64_t needed = GemmSm90WorkspaceBytes(call.x.rows, call.w.rows, k);
-  Require(workspace_bytes >= needed, "a workspace of ", workspace_bytes, " bytes where ", needed,
-          " are needed");
+  const auto layout = WorkspaceLayout::For(tiles, k);
+  Require(workspace_bytes >= layout.total_bytes, "a workspace of ", workspace_bytes,
+          " bytes where ", layout.total_bytes, " are needed");
   int device = 0, num_sms = 0;
   CheckCuda(cudaGetDevice(&device), "cudaGetDevice");
   CheckCuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device),
@@ -91,15 +101,13 @@ void LaunchGemmSm90(const MultiplyCall& call, void* workspace, int64_t workspace
   num_sms = std::min(num_sms, kMaxCtas);
 
   auto* const flags = static_cast<uint32_t*>(workspace);
-  char* const partials = static_cast<char*>(workspace) + kFlagBytes;
-  char* const x_scales = partials + kPartialBytes;
-  char* const w_scales = x_scales + PreparedScales::WorkspaceBytes(tiles.padded_rows, k);
+  char* const base = static_cast<char*>(workspace);
   TileSplit split = SplitTiles(tiles, num_sms);
-  split.partials = reinterpret_cast<float4*>(partials);
+  split.partials = reinterpret_cast<float4*>(base + layout.partials);
   split.are_here = flags;
   const GemmParams params{call,
-                          PreparedScales::At(x_scales, tiles.padded_rows, k),
-                          PreparedScales::At(w_scales, tiles.padded_outputs, k),
+                          PreparedScales::At(base + layout.x_scales, tiles.padded_rows, k),
+                          PreparedScales::At(base + layout.w_scales, tiles.padded_outputs, k),
                           static_cast<int>(tiles.num_words),
                           static_cast<int>(tiles.row_tiles),
                           static_cast<int>(tiles.output_tiles),

@@ -165,8 +165,8 @@ template <class Input, int kScaleGroup>
 void LaunchGroup(const QuantizeCall& call, cudaStream_t stream) {
   const auto launch = [&]<int kUnits>() {
     constexpr int64_t kWarpValues = kUnits * kUnitValues, kWarps = kThreads / 32;
-    const int64_t warps_per_row = (call.columns + kWarpValues - 1) / kWarpValues;
-    const int64_t num_ctas = (call.rows * warps_per_row + kWarps - 1) / kWarps;
+    const int64_t warps_per_row = CeilDiv(call.columns, kWarpValues);
+    const int64_t num_ctas = CeilDiv(call.rows * warps_per_row, kWarps);
     Require(num_ctas * kWarps <= UINT32_MAX && call.columns <= INT32_MAX, "an array of ", call.rows,
             " x ", call.columns, " is more than one call can quantise");
     QuantizeKernel<Input, kScaleGroup, kUnits>

@@ -9,10 +9,6 @@
 
 namespace jax_pcie::cuda::mxfp8 {
 
-constexpr int64_t CeilDiv(int64_t value, int64_t divisor) {
-  return (value + divisor - 1) / divisor;
-}
-
 // E8M0 on Blackwell: tiles of 128 rows x 4 groups, 512 bytes each, row-major among themselves. A
 // tile interleaves its rows: 32 chunks of 16 bytes, each with rows r, r + 32, r + 64 and r + 96.
 struct SwizzledScales {

@@ -1,6 +1,7 @@
 // Prepares the scales of both operands in one launch, before the product. The values are read only
 // where a scale's range makes it matter whether its group is all zero: such a group's scale is a
 // convention, and must not make its row wide.
+#include "../../codec.h"
 #include "../launch.h"
 #include "scales.h"
 
@@ -188,20 +189,18 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
-int64_t NumWords(int64_t num_columns) { return (num_columns + kTile - 1) / kTile; }
+int64_t Aligned(int64_t bytes) { return RoundUp(bytes, 256); }
 
 }  // namespace
 
 int64_t PreparedScales::WorkspaceBytes(int64_t rows, int64_t num_columns) {
-  return Aligned(rows * NumWords(num_columns) * sizeof(uint32_t)) +
+  return Aligned(rows * CeilDiv(num_columns, kTile) * sizeof(uint32_t)) +
          Aligned(rows * sizeof(uint16_t)) + Aligned(rows / kBlockRows);
 }
 
 PreparedScales PreparedScales::At(void* workspace, int64_t rows, int64_t num_columns) {
   auto* const bytes = static_cast<char*>(workspace);
-  const int64_t references = Aligned(rows * NumWords(num_columns) * sizeof(uint32_t));
+  const int64_t references = Aligned(rows * CeilDiv(num_columns, kTile) * sizeof(uint32_t));
   const int64_t classes = references + Aligned(rows * sizeof(uint16_t));
   return {reinterpret_cast<uint32_t*>(bytes), reinterpret_cast<uint16_t*>(bytes + references),
           reinterpret_cast<RowClass*>(bytes + classes), rows};

@@ -1,4 +1,5 @@
 // Launches of products of few tokens: the table of forms, and what each is given.
+#include "../../codec.h"
 #include "../../error.h"
 #include "../launch.h"
 #include "small.h"
@@ -17,8 +18,8 @@ struct SmallPlan {
   template <class Form>
   static SmallPlan For(const MultiplyCall& call) {
     const int64_t k = call.num_columns, n = call.w.rows;
-    const auto num_words = static_cast<int>((k + kTile - 1) / kTile);
-    const int rank_words = (num_words + Form::kRanks - 1) / Form::kRanks;
+    const auto num_words = static_cast<int>(CeilDiv(k, kTile));
+    const int rank_words = static_cast<int>(CeilDiv(num_words, Form::kRanks));
     const auto load_bytes = [&](const Operand& operand) {
       const auto is_aligned = [&](int bytes) {
         return operand.stride % (bytes * kGroup) == 0 &&
@@ -36,7 +37,7 @@ struct SmallPlan {
     plan.args.x_load_bytes = load_bytes(call.x);
     plan.args.w_load_bytes = load_bytes(call.w);
     plan.args.has_vector_stores = n % 4 == 0 && reinterpret_cast<uintptr_t>(call.y) % 16 == 0;
-    plan.num_ctas = static_cast<int>((n + Form::kRows - 1) / Form::kRows) * Form::kRanks;
+    plan.num_ctas = static_cast<int>(CeilDiv(n, Form::kRows)) * Form::kRanks;
     return plan;
   }
 
