@@ -101,6 +101,34 @@ __device__ __forceinline__ void MbarrierWait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether it has, now.
+__device__ __forceinline__ bool MbarrierTest(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      " .reg .pred done;\n"
+      " mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// True for one lane of the warp, all of which call this; needs no register to remember a lane.
+__device__ __forceinline__ bool ElectOne() {
+  uint32_t is_elected;
+  asm volatile(
+      "{\n"
+      " .reg .pred elected;\n"
+      " elect.sync _|elected, 0xffffffff;\n"
+      " selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(is_elected));
+  return is_elected != 0;
+}
+
 // --- Into the first-level cache.
 
 __device__ __forceinline__ void PrefetchL1(const void* global) {

@@ -32,15 +32,14 @@ struct DecodeF16 {
   }
 };
 
-// For any row of a tile with wide ones: the decoded values themselves, exact in bf16.
+// For any row of a tile with wide ones: the same numbers, which bf16 holds further down.
 struct DecodeBf16 {
   static constexpr bool kIsFallback = true;
 
-  // `base` makes a field the scale byte that it came from.
+  // `base` makes a field one of bf16.
   __device__ static uint32_t Multiplier(uint32_t field, int base) {
-    const int scale = static_cast<int>(field) + base;
-    const uint32_t bits = scale >= kNanScale ? 0x7fff : scale == 0 ? 0x0040 : scale << 7;
-    return bits * 0x00010001;
+    const uint32_t exponent = field + base;
+    return exponent == kNanScale ? 0x7fff7fff : exponent * 0x00800080;
   }
 
   // E4M3 has no direct conversion to bf16.
@@ -77,6 +76,10 @@ __device__ __forceinline__ uint64_t DescribeDecoded(uint32_t decoded, int step) 
 template <int kLength, bool = (kLength & (kLength - 1)) == 0>
 class RingPosition {
  public:
+  RingPosition() = default;
+  // After so many steps.
+  __device__ explicit RingPosition(uint32_t count)
+      : index_(count % kLength), parity_(count / kLength % 2) {}
   __device__ int index() const { return index_; }
   __device__ uint32_t parity() const { return parity_; }
   __device__ void Advance() {

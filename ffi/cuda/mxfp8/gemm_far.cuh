@@ -1,6 +1,6 @@
-// Outputs of far rows: scales so near the ends of E8M0's range that no 16-bit float holds the
-// decoded values. Slow, and right: the sum of a group's products of payloads, then the two scales
-// at once.
+// Outputs of far rows: scales so far apart, or so near the ends of E8M0's range, that fp32 does not
+// hold all the products of decoded values. Slow, and right: the sum of a group's products of
+// payloads, then the two scales at once.
 //
 // Only these outputs are computed so, not the whole tile: the others' bits must not depend on them.
 #pragma once

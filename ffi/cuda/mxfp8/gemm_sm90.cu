@@ -32,17 +32,17 @@ void LaunchBoth(const CUtensorMap& x_map, const CUtensorMap& w_map, const GemmPa
 
 // Shapes without a GPU at hand: the workspace must be known when a program is lowered.
 constexpr int kMaxCtas = 144;
-constexpr int kMinPartWords = 6;  // stages of a part that are worth leaving and adding its sums
+constexpr int kMinPartPairs = 3;  // of stages that are worth leaving and adding sums
 
 struct Tiles {
-  int64_t padded_rows, padded_outputs, row_tiles, output_tiles, num_words;
+  int64_t padded_rows, padded_outputs, row_tiles, output_tiles, num_pairs;
 
   Tiles(int64_t rows, int64_t num_outputs, int64_t num_columns)
       : padded_rows(RoundUp(rows, kTileRows)),
         padded_outputs(RoundUp(num_outputs, kTileOutputs)),
         row_tiles(padded_rows / kTileRows),
         output_tiles(padded_outputs / kTileOutputs),
-        num_words(CeilDiv(num_columns, kTile)) {}
+        num_pairs(NumScaleWords(num_columns) / 2) {}
 
   int64_t count() const { return row_tiles * output_tiles; }
 };
@@ -52,7 +52,7 @@ TileSplit SplitTiles(const Tiles& tiles, int num_sms) {
   const auto count = static_cast<int>(tiles.count());
   const int left = count % num_sms;
   const bool worth = left > 0 && left <= num_sms * 15 / 16 &&
-                     left * tiles.num_words >= int64_t{num_sms} * kMinPartWords;
+                     left * tiles.num_pairs >= int64_t{num_sms} * kMinPartPairs;
   if (!worth) return {count, 0, std::min(count, num_sms), nullptr, nullptr};
   return {count - left, left, num_sms, nullptr, nullptr};
 }
@@ -108,7 +108,7 @@ void LaunchGemmSm90(const MultiplyCall& call, void* workspace, int64_t workspace
   const GemmParams params{call,
                           PreparedScales::At(base + layout.x_scales, tiles.padded_rows, k),
                           PreparedScales::At(base + layout.w_scales, tiles.padded_outputs, k),
-                          static_cast<int>(tiles.num_words),
+                          static_cast<int>(tiles.num_pairs),
                           static_cast<int>(tiles.row_tiles),
                           static_cast<int>(tiles.output_tiles),
                           split};

@@ -18,8 +18,8 @@ namespace jax_pcie::cuda::mxfp8 {
 
 inline constexpr int kTileRows = 256;
 inline constexpr int kTileOutputs = 128;
-// Tiles in flight share x and w through L2: 16 tiles of rows by eight of outputs is nearly square.
-inline constexpr int kGroupTiles = 16;
+// Tiles in flight share x and w through L2: eight tiles of rows by 16 of outputs is nearly square.
+inline constexpr int kGroupTiles = 8;
 
 // How tiles are spread over CTAs. Whole tiles come first, one each in turn. What is left would keep
 // only some CTAs busy, for the time of a whole tile: instead its stages, tile after tile, are cut
@@ -33,9 +33,10 @@ struct TileSplit {
   float4* partials;    // [num_ctas, kConsumers, 32, 128] sums, if tiles are split
   uint32_t* are_here;  // [num_ctas, kConsumers]: 1 when the sums are; 0 when the kernel starts
 
-  // Where CTA `cta`'s part of the split tiles begins, in stages; it ends where the next begins.
-  HD int64_t PartBegin(int cta, int num_words) const {
-    return int64_t{split_tiles} * num_words * cta / num_ctas;
+  // Where CTA `cta`'s part of the split tiles begins, in pairs of stages; it ends where the next
+  // begins.
+  HD int64_t PartBegin(int cta, int num_pairs) const {
+    return int64_t{split_tiles} * num_pairs * cta / num_ctas;
   }
 };
 
@@ -45,7 +46,7 @@ inline constexpr int kPartialVectors = 32 * 128;  // float4 of a consumer's sums
 struct GemmParams {
   MultiplyCall call;
   PreparedScales x, w;
-  int num_words;  // ceil(K / 128), the stages of a tile
+  int num_pairs;  // of stages of a tile
   int row_tiles, output_tiles;
   TileSplit split;
 };
@@ -72,8 +73,8 @@ __device__ __forceinline__ bool AnyBlockIsWide(const GemmParams& params) {
 // A tile, or a part of its stages.
 struct TilePart {
   int row, output;      // of the tile's first value
-  int begin, end;       // stages
-  int64_t split_begin;  // where the tile begins among the stages of split tiles
+  int begin, end;       // pairs of stages
+  int64_t split_begin;  // where the tile begins among the pairs of split tiles
 };
 
 // The parts of one CTA, by number; every role of it walks the same ones. All is derived from the
@@ -96,23 +97,24 @@ class TileSchedule {
   // the second tile. So nobody waits for a CTA that is waiting.
   __device__ bool Locate(int number, TilePart& part) const {
     const TileSplit& split = params_.split;
-    const int num_words = params_.num_words;
+    const int num_pairs = params_.num_pairs;
     const int cta = blockIdx.x;
     const int num_whole = cta < split.whole_tiles
                               ? (split.whole_tiles - 1 - cta) / static_cast<int>(gridDim.x) + 1
                               : 0;
     int tile = cta + number * static_cast<int>(gridDim.x);
     part.begin = 0;
-    part.end = num_words;
+    part.end = num_pairs;
     if (number >= num_whole) {
       if (split.split_tiles == 0 || number > num_whole + 1) return false;
       const bool is_second = number == num_whole;
-      const int64_t first = split.PartBegin(cta, num_words);
-      const int64_t last = split.PartBegin(cta + 1, num_words);
-      const int split_tile = static_cast<int>(first / num_words) + (is_second ? 1 : 0);
-      part.split_begin = int64_t{split_tile} * num_words;
+      const int64_t first = split.PartBegin(cta, num_pairs);
+      const int64_t last = split.PartBegin(cta + 1, num_pairs);
+      const int split_tile = static_cast<int>(first / num_pairs) + (is_second ? 1 : 0);
+      part.split_begin = int64_t{split_tile} * num_pairs;
       part.begin = static_cast<int>(max(first - part.split_begin, int64_t{0}));
-      part.end = static_cast<int>(min(last - part.split_begin, int64_t{num_words}));
+      part.end = static_cast<int>(min(last - part.split_begin, int64_t{num_pairs}));
+      if (part.begin >= part.end) return true;  // empty: there may be no such tile
       tile = split.whole_tiles + split_tile;
     }
     const int band_tiles = kGroupTiles * params_.output_tiles;
@@ -126,7 +128,7 @@ class TileSchedule {
   // The first CTA with a part of this split tile: all up to this one have some.
   __device__ int FirstCta(const TilePart& part) const {
     int cta = blockIdx.x;
-    while (params_.split.PartBegin(cta, params_.num_words) > part.split_begin) --cta;
+    while (params_.split.PartBegin(cta, params_.num_pairs) > part.split_begin) --cta;
     return cta;
   }
 
@@ -216,7 +218,7 @@ __device__ __forceinline__ uint4 TransposedInQuad(const uint32_t (&words)[4], in
   return {first_low, c, first_high, d};
 }
 
-// Powers of two that undo a near row's f16 multipliers, for a thread's rows and outputs: loaded
+// Powers of two that undo the rows' multipliers, for a thread's rows and outputs: loaded
 // while the last products are on their way.
 struct TileFactors {
   float rows[4], outputs[16][2];
@@ -252,14 +254,13 @@ struct TileFactors {
   }
 
   __device__ static float Factor(uint32_t reference) {
-    constexpr int kUndo = 7;  // a reference's multiplier is 2^7
-    return __uint_as_float(((reference & 0xff) - kUndo) << 23);
+    return __uint_as_float(((reference & 0xff) - (kReferenceExponent - 127)) << 23);
   }
 };
 
 // Stores a thread's sums: d[4 j + 2 h + i] of block b is row first_row + 64 b + 8 h of the tile,
 // output 8 j + 2 q + i.
-template <bool kIsFallback, class Output>
+template <class Output>
 __device__ __forceinline__ void StoreTile(const GemmParams& params, const TileFactors& factors,
                                           int tile_row, int tile_output, int first_row, int q,
                                           const float (&sums)[2][64]) {
@@ -288,10 +289,9 @@ __device__ __forceinline__ void StoreTile(const GemmParams& params, const TileFa
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          float value = sums[i / 2][(quarter * 4 + j) * 4 + i % 2 * 2 + c];
-          if constexpr (!kIsFallback) {
-            value = value * factors.rows[i] * factors.outputs[quarter * 4 + j][c];
-          }
+          // Both factors first: a power of two that is exact even where it is not normal.
+          const float value = sums[i / 2][(quarter * 4 + j) * 4 + i % 2 * 2 + c] *
+                              (factors.rows[i] * factors.outputs[quarter * 4 + j][c]);
           values[j][c] = bias != nullptr ? value + biases[j][c] : value;
         }
       }

@@ -26,15 +26,15 @@ struct Raw32 {
   float4 low, high;
 };
 
+// Ordinary loads: with those for streaming (`__ldcs`) the whole takes 7 % longer.
 __device__ __forceinline__ Raw16 Load(const __nv_bfloat16* x) {
-  return {__ldcs(reinterpret_cast<const uint4*>(x))};
+  return {*reinterpret_cast<const uint4*>(x)};
 }
 __device__ __forceinline__ Raw16 Load(const __half* x) {
-  return {__ldcs(reinterpret_cast<const uint4*>(x))};
+  return {*reinterpret_cast<const uint4*>(x)};
 }
 __device__ __forceinline__ Raw32 Load(const float* x) {
-  return {__ldcs(reinterpret_cast<const float4*>(x)),
-          __ldcs(reinterpret_cast<const float4*>(x) + 1)};
+  return {reinterpret_cast<const float4*>(x)[0], reinterpret_cast<const float4*>(x)[1]};
 }
 
 // The same as fp32, widened exactly.

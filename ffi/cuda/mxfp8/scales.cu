@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row = block * kBlockRows + lane;
   const int num_groups = num_columns / kGroup;
-  const int num_words = (num_columns + kTile - 1) / kTile;
+  const int num_words = static_cast<int>(NumScaleWords(num_columns));
   const bool exists = row < side.operand.rows;
   const int64_t first = exists ? int64_t{row} * side.operand.stride : 0;
   const uint8_t* const values = side.operand.values + first;
@@ -138,15 +138,13 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int reference = highest < 0 ? kOneScale : highest;  // -1: nothing but zeros, or NaN scales
 
   // --- What the row is.
+  const bool has_factor = reference >= kMinReference && reference <= kMaxReference;
   auto class_of = [&](int byte, int group) {
-    const int field = byte - reference + kReferenceField;
-    const bool in_reach = field >= 1 && field <= kReferenceField;
-    if (in_reach && reference >= kMinReference && reference <= kMaxReference) {
-      return RowClass::kNear;
-    }
-    if (byte != kNanScale && IsZeroGroup(values, group, num_groups)) return RowClass::kNear;
-    const bool is_far = byte < kMinWide || (byte > kMaxWide && byte != kNanScale);
-    return is_far ? RowClass::kFar : RowClass::kWide;
+    if (byte == kNanScale) return RowClass::kWide;
+    const int down = reference - byte;  // less than 0 only where all is zero
+    if (has_factor && down >= 0 && down < kReferenceField) return RowClass::kNear;
+    if (IsZeroGroup(values, group, num_groups)) return RowClass::kNear;
+    return has_factor && down <= kWideOctaves ? RowClass::kWide : RowClass::kFar;
   };
   RowClass row_class = RowClass::kNear;
   if (needs_values) {
@@ -170,15 +168,16 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 
   // --- The words.
+  const bool is_near = block_class == RowClass::kNear;
   const uint32_t references = reference * 0x01010101u;
+  const uint32_t top = (is_near ? kReferenceField : kReferenceExponent) * 0x01010101u;
+  const uint32_t reach = (is_near ? kReferenceField - 1 : kWideOctaves) * 0x01010101u;
   const auto store = [&](int word, uint32_t bytes) {
     if (!exists) bytes = references;
-    if (block_class == RowClass::kNear) {
-      // Groups of zeros may be out of reach on either side: any multiplier will do for them.
-      const uint32_t down = __vsubus4(references, bytes);
-      bytes = __vsubus4(0x01010101u * kReferenceField, __vminu4(down, 0x15151515u));
-    }
-    side.prepared.words[int64_t{word} * side.prepared.rows + row] = bytes;
+    // Groups of zeros may be out of reach on either side: any multiplier will do for them.
+    const uint32_t down = __vminu4(__vsubus4(references, bytes), reach);
+    side.prepared.words[int64_t{word} * side.prepared.rows + row] =
+        is_near ? top - down : (top - down) | __vcmpeq4(bytes, 0x01010101u * kNanScale);
   };
 #pragma unroll
   for (int i = 0; i < kKeptWords; ++i) {
@@ -194,13 +193,13 @@ int64_t Aligned(int64_t bytes) { return RoundUp(bytes, 256); }
 }  // namespace
 
 int64_t PreparedScales::WorkspaceBytes(int64_t rows, int64_t num_columns) {
-  return Aligned(rows * CeilDiv(num_columns, kTile) * sizeof(uint32_t)) +
+  return Aligned(rows * NumScaleWords(num_columns) * sizeof(uint32_t)) +
          Aligned(rows * sizeof(uint16_t)) + Aligned(rows / kBlockRows);
 }
 
 PreparedScales PreparedScales::At(void* workspace, int64_t rows, int64_t num_columns) {
   auto* const bytes = static_cast<char*>(workspace);
-  const int64_t references = Aligned(rows * CeilDiv(num_columns, kTile) * sizeof(uint32_t));
+  const int64_t references = Aligned(rows * NumScaleWords(num_columns) * sizeof(uint32_t));
   const int64_t classes = references + Aligned(rows * sizeof(uint16_t));
   return {reinterpret_cast<uint32_t*>(bytes), reinterpret_cast<uint16_t*>(bytes + references),
           reinterpret_cast<RowClass*>(bytes + classes), rows};

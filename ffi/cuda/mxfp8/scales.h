@@ -1,15 +1,16 @@
-// Scales as the Hopper kernel wants them: one word per row and 128 columns, ordered by columns
+// Scales as the Hopper kernels want them: one word per row and 128 columns, ordered by columns
 // first, relative to a reference per row, with a mark on the rows for which f16 is not enough.
 //
 // f16 holds an E4M3 value times 2^s exactly for s from -14 to 7. So a row whose scales lie within
 // 21 octaves of its largest, the reference, becomes f16 without loss ("near"). Others are "wide":
-// they go through bf16, from scale bytes as they are. What bf16 cannot hold is "far".
+// they go through bf16. What is too far apart for fp32 to hold the products is "far".
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "../../codec.h"
 #include "call.h"
 
 namespace jax_pcie::cuda::mxfp8 {
@@ -18,21 +19,27 @@ inline constexpr int kBlockRows = 32;  // rows that share a form, and a CTA of t
 
 enum class RowClass : uint8_t { kNear = 0, kWide = 1, kFar = 2 };
 
-// Where a near row's f16 multipliers begin: scale byte `reference` is the multiplier 2^7, whose
-// exponent field is 22; 1 is the smallest.
-inline constexpr int kReferenceField = 22;
-// References outside are wide, so that the factors of the result stay in fp32's normal range.
+// Where multipliers begin: that of scale byte `reference` is 2^7. The exponent fields of it as f16,
+// where 1 is the smallest, and as bf16.
+inline constexpr int kReferenceField = 22, kReferenceExponent = 134;
+// References outside make a row far, so that the factors of the result are exact in fp32.
 inline constexpr int kMinReference = 64, kMaxReference = 190;
-// Scale bytes outside make E4M3 values that are not normal bf16 numbers: 2^-9 to 448 times
-// 2^(e-127).
-inline constexpr int kMinWide = 10, kMaxWide = 246;
+// Groups of a wide row lie within this many octaves of its largest: then all products and sums are
+// normal numbers of fp32.
+inline constexpr int kWideOctaves = 60;
 inline constexpr int kNanScale = 255;
+
+// Words of a row: four groups each, an even number, because the kernel works on pairs of stages.
+// Values behind the last column are zero.
+HD constexpr int64_t NumScaleWords(int64_t num_columns) {
+  return RoundUp(CeilDiv(num_columns, kTile), 2);
+}
 
 // One operand, in device memory. `rows` is padded to a multiple of the GEMM's tile.
 struct PreparedScales {
-  uint32_t* words;       // [columns / 128, rows]: byte g is group g's exponent field, or scale byte
+  uint32_t* words;       // [NumScaleWords, rows]: byte g is group g's exponent field
   uint16_t* references;  // [rows]: the reference scale byte; kFarRow is set if the row is far
-  RowClass* classes;     // [rows / 32]: the largest of the rows; scale bytes if not near
+  RowClass* classes;     // [rows / 32]: the largest of the rows; fields are bf16's if not near
   int64_t rows;
 
   static constexpr uint16_t kFarRow = 0x100;

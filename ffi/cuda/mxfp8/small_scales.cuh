@@ -14,12 +14,6 @@
 
 namespace jax_pcie::cuda::mxfp8 {
 
-inline constexpr int kReferenceExponent = 134;  // of 2^7 as bf16
-// Groups of a wide row lie within this many octaves of its largest: then all products and sums are
-// normal numbers of fp32. Rows that reach further are far, and so are those whose reference would
-// make the result's factor leave fp32.
-inline constexpr int kWideOctaves = 60;
-
 // What shared memory holds of a row.
 struct RowState {
   static constexpr uint32_t kReference = 0xff;  // mask
