@@ -188,6 +188,20 @@ def test_one_bad_row_changes_no_bit_of_other_rows_and_outputs(
         assert_same_bits(np.delete(got, bad_w, axis=1), want)
 
 
+@with_sizes("num_tokens", cpu=[300], cuda=[16, 300])
+def test_one_bad_row_does_not_make_sums_of_others_overflow(
+    num_tokens: int, rng: np.random.Generator
+) -> None:
+    x, w = normal(rng, num_tokens), normal(rng, NUM_OUTPUTS)
+    # Terms of 2^126, whose sum over half the columns is beyond fp32, and over all is 0.
+    x[0][3, : NUM_COLUMNS // 2], x[0][3, NUM_COLUMNS // 2 :] = 0x38, 0xB8
+    w[0][7], x[1][3], w[1][7] = 0x38, 190, 190
+    clean = multiply_bytes(x, w)
+    x[0][9], x[1][9] = spoiled(rng, "far apart")
+    got = multiply_bytes(x, w)
+    assert_same_bits(np.delete(got, 9, axis=0), np.delete(clean, 9, axis=0))
+
+
 def test_a_row_does_not_depend_on_other_rows(rng: np.random.Generator) -> None:
     x = gaussian(rng, 16, 256)
     w = gaussian(rng, NUM_OUTPUTS, 256)
