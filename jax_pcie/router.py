@@ -219,7 +219,10 @@ def all_gather_topk(
         latent: ``[B, w]`` of any dtype of 1, 2 or 4 bytes: this rank's columns.
         logits: ``[B, E / n]`` float32, bfloat16 or float16: this rank's experts.
         group: the ranks; its axis must be a manual axis here.
-        bias: ``[E]`` float32, whole and the same on every rank, or None.
+        bias: ``[E]`` float32, whole and the same on every rank, or None. A bias whose
+            type varies over the axis is refused. With ``check_vma=False`` there are no
+            types: CPU devices compare the ranks' bytes, and on GPUs it is the caller's
+            duty, or ranks choose differently.
         k, scoring, renormalize, n_group, topk_group, routed_scaling_factor: as for
             `topk_route`.
 
@@ -252,6 +255,7 @@ def all_gather_topk(
     latent, logits = arrays.values()
     num_experts = group.world_size * logits.shape[1]
     check_logits(op, logits, bias, num_experts)
+    _require_same_bias(op, bias, group)
     if not latent.shape[1]:
         raise ValueError(f"{op}: latent has shape {latent.shape}; it must have columns")
     rule = RouteRule.checked(
@@ -278,6 +282,15 @@ def all_gather_topk(
     )
 
 
+def _require_same_bias(op: str, bias: Array | None, group: PeerGroup) -> None:
+    if bias is not None and group.axis in _ffi.varying_axes(bias):
+        raise ValueError(
+            f"{op}: bias varies over axis {group.axis!r}; it must be the same on every "
+            "rank: pass it whole (in_specs=P()), or gather it with lax.all_gather and "
+            "to='invarying'"
+        )
+
+
 def _gather_topk_in_lax(
     latent: Array,
     logits: Array,
@@ -286,8 +299,6 @@ def _gather_topk_in_lax(
     rule: RouteRule,
 ) -> tuple[Array, Array, Array]:
     gather = partial(gather_in_lax, group=group, to="invarying")
-    if bias is not None and group.axis in _ffi.varying_axes(bias):
-        bias = gather(bias[None])[0, : bias.size]  # (typed as the same on all ranks)
     return gather(latent), *_route(gather(logits), bias, rule)
 
 

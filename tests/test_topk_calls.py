@@ -321,9 +321,10 @@ latent = rng.standard_normal((2, 34), np.float32)
 with jax_pcie.PeerGroup(mesh, "tp") as group:
     for spec in (P(), P("tp")):
         def body(x, y, b):
-            whole = jax.lax.all_gather(b, "tp", tiled=True) if spec == P("tp") else b
+            if spec == P("tp"):
+                b = jax.lax.all_gather(b, "tp", tiled=True, to="invarying")
             pair = jax_pcie.all_gather_pair(x, y, group, to="invarying")
-            return pair, jax_pcie.all_gather_topk(x, y, group, bias=whole, k=4)
+            return pair, jax_pcie.all_gather_topk(x, y, group, bias=b, k=4)
         fn = jax.shard_map(
             body, mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp"), spec),
             out_specs=P())

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Ranks, at_two_ranks
+from conftest import Ranks, at_one_world_size, at_two_ranks, make_mesh
 from jax import P
 
 import jax_pcie
+from jax_pcie import PcieError, PeerGroup
 
 EXPERTS = 64
 
@@ -86,3 +87,44 @@ def test_topk_refuses_bad_latents_and_places(ranks: Ranks) -> None:
     refuse(jnp.zeros((2, 0)), ValueError, "must have columns")
     with pytest.raises(ValueError, match="must be called inside jax"):
         jax_pcie.all_gather_topk(logits, logits, ranks.group)
+
+
+@at_one_world_size
+@pytest.mark.parametrize("rows", [0, 2])
+def test_topk_refuses_a_bias_that_varies_over_the_axis(ranks: Ranks, rows: int) -> None:
+    fn = jax.shard_map(
+        lambda x, b: jax_pcie.all_gather_topk(x, x, ranks.group, bias=b)[1:],
+        mesh=ranks.mesh,
+        in_specs=(P(None, "tp"), P("tp")),
+        out_specs=P(),
+    )
+    biases = jnp.zeros(ranks.world * EXPERTS)  # a whole one for each rank
+    message = "bias varies over axis 'tp'; it must be the same on every rank"
+    with pytest.raises(ValueError, match=f"all_gather_topk: {message}"):
+        jax.eval_shape(fn, jnp.zeros((rows, EXPERTS)), biases)
+
+
+@pytest.mark.parametrize("differing", [(1,), (0,), (1, 3)], ids=str)
+def test_topk_of_different_biases_is_an_error_on_cpu(differing: tuple) -> None:
+    mesh = make_mesh("cpu", (4,), ("tp",))
+    logits = np.zeros((2, EXPERTS), np.float32)
+    biases = np.zeros((4, EXPERTS), np.float32)
+    biases[list(differing), 7] = -0.0  # bytes are compared
+    others = " ".join("123" if differing == (0,) else map(str, differing))
+    message = f"4 ranks.*: all_gather_topk: the bias must be the same.*ranks: {others}"
+    with PeerGroup(mesh, "tp") as group:
+        run = jax.jit(
+            jax.shard_map(
+                lambda x, b: jax_pcie.all_gather_topk(x, x, group, bias=b[0]),
+                mesh=mesh,
+                in_specs=(P(None, "tp"), P("tp")),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )
+        for same in (np.zeros_like(biases), np.full_like(biases, np.nan)):
+            jax.block_until_ready(run(logits, same))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(run(logits, biases))
+        with pytest.raises(PcieError, match=message):
+            group.check()

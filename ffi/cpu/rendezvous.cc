@@ -119,11 +119,12 @@ void Rendezvous::Run(const RoundKey& key, Round round, const Work& work) {
     try {
       work(round.buffers);
     } catch (const std::exception& failure) {
-      error = failure.what();
+      error = Concat(name_, ": ", failure.what());
     } catch (...) {
       error = Concat(name_, ": the work of a round failed");
     }
   }
+  if (error) Break(*error);
   Finish(key, std::move(round), error);
   std::lock_guard lock(mutex_);
   if (--running_ == 0) idle_.notify_all();

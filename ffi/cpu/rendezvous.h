@@ -72,7 +72,8 @@ class Rendezvous {
   Rendezvous(std::string name, int num_slices, int world_size, double timeout_s);
   ~Rendezvous() { Close(); }
 
-  // Takes part in the round `key`; `work` runs once, by whichever rank completes the round.
+  // Takes part in the round `key`; `work` runs once, by whichever rank completes the round. If it
+  // throws, the round fails and the group is broken.
   void Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape shape, const Work& work,
               OnDone done);
 

@@ -4,6 +4,7 @@
 #include "router.h"
 
 #include <cstring>
+#include <string>
 
 #include "../router_ops.h"
 #include "float_environment.h"
@@ -34,6 +35,21 @@ void GatherForAll(const std::vector<RankBuffers>& buffers, int index, int64_t nu
         n, num_rows, row_bytes, [&](int rank) { return buffers[rank].operand(index); },
         to.result(index));
   }
+}
+
+// Throws unless all ranks have the bytes of rank 0's bias, operand 2: the work would be done with
+// whichever came last.
+void RequireSameBias(const std::vector<RankBuffers>& all, int num_experts) {
+  std::string others;
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const bool same =
+        std::memcmp(all[rank].operand(2), all[0].operand(2), num_experts * sizeof(float)) == 0;
+    if (!same) others += Concat(" ", rank);
+  }
+  Require(others.empty(),
+          "all_gather_topk: the bias must be the same on every rank; rank 0's differs from that "
+          "of ranks:",
+          others);
 }
 
 // Rows of whole logits, which `call.logits` need not be.
@@ -86,7 +102,7 @@ ffi::Future GatherTopk(ffi::AnyBuffer latent, ffi::AnyBuffer logits, ffi::Remain
     RankBuffers buffers;
     buffers.Add(gather.x, gather.y);
     buffers.Add(route.logits, route.weights);
-    buffers.Add(nullptr, route.ids);
+    buffers.Add(route.bias, route.ids);
     const int64_t logits_bytes = static_cast<int64_t>(logits.size_bytes()) / route.num_rows;
     const ffi::DataType element = logits.element_type();
     group.rendezvous().Arrive(
@@ -94,6 +110,7 @@ ffi::Future GatherTopk(ffi::AnyBuffer latent, ffi::AnyBuffer logits, ffi::Remain
         {gather.num_rows * gather.row_bytes, int32_t(element), route.rule.num_experts,
          route.rule.num_chosen},
         [=](const std::vector<RankBuffers>& all) {
+          if (route.bias != nullptr) RequireSameBias(all, route.rule.num_experts);
           GatherForAll(all, 0, gather.num_rows, gather.row_bytes);
           std::vector<std::byte> whole(n * logits_bytes * route.num_rows);
           GatherRows(
