@@ -52,7 +52,11 @@ def all_gather_pair(
         TypeError: a dtype has 8 bytes or less than one.
         ValueError: an operand's shape is not one of these, or this is not a `shard_map`
             over the group's axis and devices.
-        PcieError: the group is closed.
+        PcieError: the group is closed. A peer that does not answer within
+            ``group.timeout_s`` fails the program and the group; on a GPU the bits of
+            what that call misses are all ones, and the next one raises. That is NaN in
+            floats, but the lowest number in float8 ``fnuz`` types and -1 in signed
+            integers, which ``group.check()`` tells from results.
 
     Example:
         >>> f = jax.shard_map(lambda x, y: all_gather_pair(x, y, group), mesh=mesh,

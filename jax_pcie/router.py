@@ -236,7 +236,8 @@ def all_gather_topk(
         NotImplementedError: when differentiated.
         PcieError: the group is closed. A peer that does not answer within
             ``group.timeout_s`` fails the program and the group; on a GPU that call ends
-            with NaN weights and ids of -1, and the next one raises.
+            with NaN weights and ids of -1 (and the latent as in `all_gather_pair`), and
+            the next one raises.
 
     Source: as for `topk_route`.
 

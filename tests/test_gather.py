@@ -1,5 +1,6 @@
 """`all_gather_pair` and `all_gather_heads`: every byte, width, dtype and gradient."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,16 @@ from jax import P, lax
 from oracles import BF16, F16, F32, Rng
 
 import jax_pcie
-from jax_pcie import PeerGroup
+from jax_pcie import PcieError, PeerGroup
 
 Array = np.ndarray
 Tree = Any
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3FNUZ = np.dtype(ml_dtypes.float8_e4m3fnuz)
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)
-DTYPES = [BF16, F16, F32, E4M3, E5M2, *map(np.dtype, (np.int8, np.uint16, np.int32))]
+DTYPES = [BF16, F16, F32, E4M3, E4M3FNUZ, E5M2]
+DTYPES += map(np.dtype, (np.int8, np.uint16, np.int32))
 
 
 def any_bits(shape: tuple[int, ...], dtype: np.dtype, rng: Rng) -> Array:
@@ -157,6 +160,37 @@ def test_gather_in_a_world_of_one_rank(platform: str, rng: Rng) -> None:
     with alone.group:
         check_pair(alone, any_bits((1, 3, 5), BF16, rng), any_bits((1, 3, 2), F32, rng))
         assert alone.group.plan("all_gather_heads", (1, 2, 3), BF16).path == "identity"
+
+
+# What bits that are all ones are in a dtype.
+ONES = {BF16: np.nan, E4M3: np.nan, E4M3FNUZ: -240, np.dtype(np.int32): -1}
+
+
+@at_two_ranks
+@pytest.mark.parametrize("dtype", ONES, ids=str)
+def test_gather_of_a_missing_rank_is_an_error_and_ones(
+    ranks: Ranks, dtype: np.dtype
+) -> None:
+    xs = np.ones((2, 1, 40), np.int8).astype(dtype)
+    with PeerGroup(ranks.mesh, "tp", timeout_s=1.0) as group:
+
+        def body(x: jax.Array) -> jax.Array:
+            return lax.cond(
+                lax.axis_index("tp") == 1,
+                lambda v: jnp.concatenate([v, v], axis=1),
+                lambda v: jax_pcie.all_gather_pair(v, v, group)[0],
+                x,
+            )
+
+        run = on_all_ranks(body, ranks.mesh, check_vma=False)
+        start = time.monotonic()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="missing ranks: 1"):
+            for _ in range(2):  # a GPU's call ends as ones, and the next one raises
+                got = run(xs)[0].astype(np.float32)
+                np.testing.assert_array_equal(got, np.float32(ONES[dtype]))
+        assert time.monotonic() - start < 20
+        with pytest.raises(PcieError, match="missing ranks: 1"):
+            group.check()
 
 
 @at_one_world_size

@@ -201,7 +201,8 @@ __device__ __forceinline__ void StorePacket(const PacketRows& rows, PacketPlace 
 }
 
 // Gathers tile `tile` of `rows`, the CTA's number `number`. If a packet does not come, the tile is
-// filled with ones, which is NaN in every float format that has one.
+// filled with ones. That is NaN in float formats, but the lowest number in float8's `fnuz` ones,
+// whose NaN is 0x80, and -1 in signed integers.
 __device__ inline void ExchangeTile(PacketMailbox& mailbox, const PacketRows& rows, int tile,
                                     int64_t number) {
   const int n = mailbox.group().world_size;
