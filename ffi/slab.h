@@ -51,6 +51,7 @@ constexpr int kUnitValues = 1024;
 //   that went through the next rank's step h + 1 on that piece.
 // A call that begins a region anew finds the same: having ended the last call proves at least this.
 HD constexpr int NumSlots(Region region, int world_size) {
+  if (region == Region::kPackets) return kPacketSlots;
   return region == Region::kRing ? world_size + 1 : 3;
 }
 
