@@ -79,6 +79,11 @@ class PeerGroup:
     until then. Programs compiled for a closed group fail. A group that has failed once
     stays failed, because its ranks no longer agree on what comes next: make a new one.
 
+    One thread dispatches a group's programs: GPUs may begin the runs of two threads in
+    an order of their own, and then exchange the arrays of two runs of one program. And
+    every rank makes the same calls in the same order: a `while_loop` with collectives
+    in it takes as many turns on each.
+
     Example:
         >>> mesh = jax.make_mesh((4,), ("tp",), (jax.sharding.AxisType.Auto,))
         >>> with PeerGroup(mesh, "tp", wire="i8_a2a") as group:
