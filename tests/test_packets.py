@@ -1,4 +1,4 @@
-"""A packet is never overwritten before it was read, whatever the timing.
+"""Packets are never overwritten unread nor taken for others, whatever the timing.
 
 Packets have no acknowledgements: two slots in turn, and a flag that names tick and call
 site, must do. So this asks for proof: it visits every state that the ranks of a small
@@ -21,6 +21,7 @@ class Tile:
     """One tick of a rank: a tile of a call that it runs."""
 
     site: int
+    call: int  # of the site
     number: int  # in its call
     packets: int  # to each peer
 
@@ -32,13 +33,15 @@ class Rank:
     tick: int = 0
     sent: frozenset = frozenset()
     received: frozenset = frozenset()
+    stopped: bool = False  # a packet did not come; no more are sent
 
 
 def program(*calls: tuple[int, Sequence[int]]) -> list[Tile]:
     """Tiles of calls, each given as its site and the packets of its tiles."""
+    sites = [site for site, _ in calls]
     return [
-        Tile(site, number, packets)
-        for site, tiles in calls
+        Tile(site, sites[:i].count(site), number, packets)
+        for i, (site, tiles) in enumerate(calls)
         for number, packets in enumerate(tiles)
     ]
 
@@ -49,6 +52,8 @@ class Model:
 
     programs: list[list[Tile]]
     num_slots: int
+    may_fail: bool = False  # a wait may end at any time
+    stops_on_failure: bool = True
 
     def outcomes(self) -> set[str]:
         """How any schedule can go wrong; nothing if none does."""
@@ -87,8 +92,8 @@ class Model:
                 return (*ranks[:rank], to, *ranks[rank + 1 :])
 
             lines = set(itertools.product(range(1, world), range(tile.packets)))
-            if at.received == lines:  # the barrier after a tile
-                yield moved(Rank(at.tick + 1)), mailboxes
+            if at.stopped or at.received == lines:  # the barrier after a tile
+                yield moved(Rank(at.tick + 1, stopped=at.stopped)), mailboxes
                 continue
             for distance, index in lines - at.sent:
                 place = ((rank + distance) % world, distance, index, slot)
@@ -99,6 +104,9 @@ class Model:
                 )
             for line in at.sent - at.received:
                 tick, theirs = inboxes.get((rank, *line, slot), (-1, None))
+                if self.may_fail:
+                    failed = Rank(at.tick + 1, stopped=self.stops_on_failure)
+                    yield moved(failed), mailboxes
                 if tick > at.tick:
                     found.add("overwritten before it was read")
                 if tick == at.tick and theirs.site == tile.site:
@@ -121,3 +129,22 @@ def test_packet_slots_are_as_many_as_are_needed_and_no_more(world: int) -> None:
     programs = [program(*CALLS[world])] * world
     assert Model(programs, num_slots).outcomes() == set()
     assert Model(programs, num_slots - 1).outcomes()
+
+
+LONG, SHORT = (1, [2, 1, 1]), (2, [1])
+ORDERS = {
+    "another tile": ([LONG, SHORT, LONG], [SHORT, LONG, LONG]),
+    "another call": ([SHORT, SHORT, LONG], [LONG, SHORT, SHORT]),
+}
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+def test_a_channel_that_failed_sends_nothing_that_is_taken_for_another(
+    orders: Sequence[list],
+) -> None:
+    """Calls that a GPU runs at once may take a channel in an order of its own."""
+    programs = [program(*calls) for calls in orders]
+    model = Model(programs, _ffi._cpu.num_slots(PACKETS, 2), may_fail=True)
+    assert "taken for another" not in model.outcomes()
+    model.stops_on_failure = False
+    assert "taken for another" in model.outcomes()

@@ -122,7 +122,7 @@ __device__ void SelectTile(PacketMailbox& mailbox, RowRouter<Places>& router,
   const int k = args.route.rule.num_chosen;
   float* const weights = args.route.weights + int64_t{row} * k;
   int32_t* const ids = args.route.ids + int64_t{row} * k;
-  if (__syncthreads_and(ok)) {
+  if (mailbox.Leave(ok)) {
     router.Choose(args.route.bias, weights, ids);
   } else if (static_cast<int>(threadIdx.x) < k) {
     weights[threadIdx.x] = QuietNan();

@@ -15,6 +15,11 @@ constexpr int kPacketThreads = kChannelPackets;  // one packet a thread: a CTA t
 // Misses between looks at the clock and at other CTAs' failures, which would slow the polling.
 constexpr int kMissesPerCheck = 32;
 
+// Left in place of the tick once a packet has not come: the channel never sends again, because a
+// peer that is elsewhere in its calls could take the next tile for another of the same call site.
+// In the counter itself, because nothing else passes in order from call to call.
+constexpr uint64_t kFailedTick = kBusyTick - 1;
+
 // What a CTA knows of its channel, once one of its threads has claimed it.
 struct Claim {
   uint64_t first_tick;
@@ -58,10 +63,20 @@ class PacketMailbox {
   // Called by all threads of the CTA before tile number `tile`, in order from 0; false if the
   // channel is unusable.
   __device__ bool Enter(int64_t tile) {
-    if (tile == 0 && threadIdx.x == 0) claim_ = {ClaimTick(channel_, first_attempt_), has_failed_};
+    if (tile == 0 && threadIdx.x == 0) {
+      const uint64_t tick = ClaimTick(channel_, first_attempt_);
+      claim_ = {tick, has_failed_ || tick >= kFailedTick};
+    }
     __syncthreads();
     tick_ = claim_.first_tick + tile;
-    return claim_.first_tick != kBusyTick && !claim_.has_failed;
+    return !claim_.has_failed;
+  }
+
+  // Called by all threads of the CTA after a tile; whether it has arrived for all of them.
+  __device__ bool Leave(bool ok) const {
+    const bool has_arrived = __syncthreads_and(ok);
+    if (!has_arrived && threadIdx.x == 0) claim_.has_failed = true;
+    return has_arrived;
   }
 
   __device__ void Send(const PacketLine& line, uint64_t data) const {
@@ -89,7 +104,8 @@ class PacketMailbox {
   // After the last tile, by all threads; every one of them has received what it waited for.
   __device__ void Release(int64_t num_tiles) const {
     if (threadIdx.x == 0 && claim_.first_tick != kBusyTick) {
-      ptx::StoreRelaxedSys(channel_.Tick(), claim_.first_tick + num_tiles);
+      ptx::StoreRelaxedSys(channel_.Tick(),
+                           claim_.has_failed ? kFailedTick : claim_.first_tick + num_tiles);
     }
   }
 
@@ -225,7 +241,7 @@ __device__ inline void ExchangeTile(PacketMailbox& mailbox, const PacketRows& ro
     mailbox.Send(line, data);
     ok = mailbox.Receive(line, data);
   }
-  if (!__syncthreads_and(ok)) data = ~uint64_t{0};
+  if (!mailbox.Leave(ok)) data = ~uint64_t{0};
   if (takes_part) {
     const int source = mailbox.group().rank - distance;
     StorePacket(rows, place, source < 0 ? source + n : source, n, data);
