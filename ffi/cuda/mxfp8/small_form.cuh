@@ -141,6 +141,7 @@ struct SmallArgs {
   MultiplyCall call;
   int num_groups;                  // K / 32
   int rank_words;                  // stages of 128 columns for each CTA of a cluster
+  int tile_rows;                   // of w, for each cluster: at most the form's
   int x_load_bytes, w_load_bytes;  // of scales: 16, 4 or 1
   bool has_vector_stores;          // outputs can be stored by four
 };
@@ -153,8 +154,8 @@ struct SmallWork {
 
   __device__ explicit SmallWork(const SmallArgs& args)
       : rank(blockIdx.x % Form::kRanks),
-        first_row(blockIdx.x / Form::kRanks * Form::kRows),
-        num_rows(static_cast<int>(min(int64_t{Form::kRows}, args.call.w.rows - first_row))),
+        first_row(blockIdx.x / Form::kRanks * args.tile_rows),
+        num_rows(static_cast<int>(min(int64_t{args.tile_rows}, args.call.w.rows - first_row))),
         first_word(rank * args.rank_words),
         num_words(max(0, min(args.rank_words, (args.num_groups + 3) / 4 - first_word))) {}
 };

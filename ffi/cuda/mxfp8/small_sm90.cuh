@@ -57,43 +57,47 @@ __device__ __forceinline__ void InitSmallBarriers(const SmallMap<Form>& shared, 
 // Tokens and w arrive separately: tokens come from L2, and are decoded while w is on its way.
 template <class Form>
 __device__ __forceinline__ void RequestStage(const SmallMap<Form>& shared,
-                                             const SmallWork<Form>& work, const CUtensorMap* x_map,
-                                             const CUtensorMap* w_map, int k, int slot) {
+                                             const SmallArgs& args, const SmallWork<Form>& work,
+                                             const CUtensorMap* x_map, const CUtensorMap* w_map,
+                                             int k, int slot) {
   const int column = (work.first_word + k) * kTile;
   ptx::MbarrierArriveExpectTx(shared.x_full(slot), Form::kTokens * kTile);
   ptx::CopyTensor2d(shared.x(slot), x_map, column, 0, shared.x_full(slot));
-  ptx::MbarrierArriveExpectTx(shared.w_full(slot), Form::kRows * kTile);
+  ptx::MbarrierArriveExpectTx(shared.w_full(slot), args.tile_rows * kTile);
   ptx::CopyTensor2d(shared.w(slot), w_map, column, work.first_row, shared.w_full(slot));
 }
 
 template <class Form>
 __device__ __forceinline__ void RequestStages(const SmallMap<Form>& shared,
-                                              const SmallWork<Form>& work, const CUtensorMap* x_map,
-                                              const CUtensorMap* w_map, int begin, int end) {
+                                              const SmallArgs& args, const SmallWork<Form>& work,
+                                              const CUtensorMap* x_map, const CUtensorMap* w_map,
+                                              int begin, int end) {
   RingPosition<Form::kStages> stage;
   for (int k = 0; k < begin; ++k) stage.Advance();
 #pragma unroll 1
   for (int k = begin; k < end; ++k, stage.Advance()) {
     ptx::MbarrierWait(shared.empty(stage.index()), stage.parity() ^ 1);
-    RequestStage(shared, work, x_map, w_map, k, stage.index());
+    RequestStage(shared, args, work, x_map, w_map, k, stage.index());
   }
 }
 
 // All of the CTA waits until these have been requested.
 template <class Form>
 __device__ __forceinline__ void RequestFirstStages(const SmallMap<Form>& shared,
+                                                   const SmallArgs& args,
                                                    const SmallWork<Form>& work,
                                                    const CUtensorMap* x_map,
                                                    const CUtensorMap* w_map) {
-  RequestStages(shared, work, x_map, w_map, 0, min(work.num_words, Form::kFirstStages));
+  RequestStages(shared, args, work, x_map, w_map, 0, min(work.num_words, Form::kFirstStages));
 }
 
 template <class Form>
 __device__ __forceinline__ void RequestLaterStages(const SmallMap<Form>& shared,
+                                                   const SmallArgs& args,
                                                    const SmallWork<Form>& work,
                                                    const CUtensorMap* x_map,
                                                    const CUtensorMap* w_map) {
-  RequestStages(shared, work, x_map, w_map, Form::kFirstStages, work.num_words);
+  RequestStages(shared, args, work, x_map, w_map, Form::kFirstStages, work.num_words);
 }
 
 // --- Scales
@@ -123,8 +127,9 @@ __device__ __forceinline__ void WithWeightScales(const SmallMap<Form>& shared,
                                                  int warp, Visitor&& visit) {
   const int row = warp * (Form::kRows / Form::kWScaleWarps);
   if (row >= Form::kRows) return;
-  const ScaleSource source{args.call.w, args.num_groups, work.first_word, work.num_words,
-                           args.w_load_bytes};
+  Operand w = args.call.w;
+  w.rows = work.first_row + work.num_rows;  // the next tile's rows must not widen this one
+  const ScaleSource source{w, args.num_groups, work.first_word, work.num_words, args.w_load_bytes};
   visit(WeightScales<Form>(source, work.first_row, row, shared.w_words(), shared.w_states()));
 }
 
@@ -428,7 +433,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   if (threadIdx.x / 32 == 4) {
     InitSmallBarriers(shared, static_cast<int>(args.call.x.rows), threadIdx.x % 32);
     ptx::BarrierSync(kRequestsBarrier, Form::kRequesters);
-    if (threadIdx.x == 128) RequestFirstStages(shared, work, &x_map, &w_map);
+    if (threadIdx.x == 128) RequestFirstStages(shared, args, work, &x_map, &w_map);
     __syncwarp();
   } else {
     states = PrepareStates(shared, args, work);
@@ -450,7 +455,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     }
   } else if (threadIdx.x < 256) {
     ptx::SetMaxNRegDec<24>();
-    if (threadIdx.x == 128) RequestLaterStages(shared, work, &x_map, &w_map);
+    if (threadIdx.x == 128) RequestLaterStages(shared, args, work, &x_map, &w_map);
     if (threadIdx.x >= 256 - kBiasThreads) {
       PrepareBias(shared, args, work, threadIdx.x - (256 - kBiasThreads));
     }
