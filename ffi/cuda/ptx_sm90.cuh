@@ -101,7 +101,7 @@ __device__ __forceinline__ void MbarrierWait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// Whether it has, now.
+// Whether the phase of the given parity has completed; does not wait.
 __device__ __forceinline__ bool MbarrierTest(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(

@@ -98,10 +98,8 @@ template <int kLength>
 class RingPosition<kLength, true> {
  public:
   __device__ int index() const { return count_ % kLength; }
-  __device__ int previous_index() const { return (count_ - 1) % kLength; }
   __device__ uint32_t parity() const { return count_ / kLength % 2; }
   __device__ void Advance() { ++count_; }
-  __device__ bool IsFirst() const { return count_ == 0; }
 
  private:
   uint32_t count_ = 0;

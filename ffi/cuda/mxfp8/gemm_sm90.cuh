@@ -117,10 +117,10 @@ __device__ __forceinline__ void Produce(const SharedMap& shared, const GemmParam
   }
 }
 
-// What makes the fields of a row those of bf16: they are already, where the row is not near.
+// What makes the fields of a row those of bf16: they are already, where its block is not near.
 __device__ __forceinline__ int FieldBase(const PreparedScales& side, int row) {
   const bool is_near = side.classes[row / kBlockRows] == RowClass::kNear;
-  return is_near ? kReferenceExponent - kReferenceField : 0;
+  return is_near ? kFieldToExponent : 0;
 }
 
 // A stage is eight tasks, of 32 rows and half the columns each, a thread a row. The seven warps
@@ -267,7 +267,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
             }
           }
           if (batch == 0 && half == 1) {
-            // Released after the first use of what was loaded last, not after its load was issued.
+            // Behind its last loads, which were issued half a stage ago.
             __syncwarp();
             if (ptx::ElectOne()) ptx::MbarrierArrive(shared.empty(stage.index()));
             stage.Advance();
@@ -284,7 +284,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
 #pragma unroll
             for (int b = 0; b < 2; ++b) Decoder::Multiply(sums[b], fragments[step][b], w);
             if (batch == 0 && step == 0) {
-              // Behind the last stage this loads what nobody uses.
+              // Behind the last stage this loads what nobody uses, while it may be overwritten.
               if (half == 1) load_fields();
               load_chunks(1 - half);
             }

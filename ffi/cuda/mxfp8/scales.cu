@@ -18,8 +18,8 @@ struct Side {
   PreparedScales prepared;
 };
 
-// The four scale bytes of 128 columns. Those past the last column repeat the row's first, which no
-// value of theirs can notice: they are zero.
+// The four scale bytes of 128 columns. Those past the last column repeat the row's first: values
+// there are zero, and stay so unless it is a NaN, which the row has then anyway.
 __device__ uint32_t ScaleWord(const uint8_t* scales, int word, int num_groups) {
   const int group = 4 * word;
   if (group + 4 <= num_groups && reinterpret_cast<uintptr_t>(scales + group) % 4 == 0) {

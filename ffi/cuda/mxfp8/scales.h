@@ -22,6 +22,7 @@ enum class RowClass : uint8_t { kNear = 0, kWide = 1, kFar = 2 };
 // Where multipliers begin: that of scale byte `reference` is 2^7. The exponent fields of it as f16,
 // where 1 is the smallest, and as bf16.
 inline constexpr int kReferenceField = 22, kReferenceExponent = 134;
+inline constexpr int kFieldToExponent = kReferenceExponent - kReferenceField;
 // References outside make a row far, so that the factors of the result are exact in fp32.
 inline constexpr int kMinReference = 64, kMaxReference = 190;
 // Groups of a wide row lie within this many octaves of its largest: then all products and sums are

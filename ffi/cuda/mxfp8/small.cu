@@ -10,18 +10,18 @@ namespace jax_pcie::cuda::mxfp8 {
 namespace {
 
 // Tiles of fewer rows than the form's reach more SMs: 112 rows instead of 128 are 128 CTAs instead
-// of 112 at N = 7168. Sixteen rows are one warp's part of a product.
+// of 112 at N = 7168. Not where that takes more rounds of CTAs, as each begins and ends anew. In
+// steps of a warp's part of a product.
 template <class Form>
 int TileRows(int64_t num_outputs) {
-  constexpr int kMaxCtas = Form::kRanks == 4 ? 120 : 132;  // that clusters find room for at once
-  int best = Form::kRows;
-  auto rounds_rows = [&](int rows) {  // that the busiest SM reads
-    return CeilDiv(CeilDiv(num_outputs, rows) * Form::kRanks, kMaxCtas) * rows;
+  // That clusters find room for at once on an H200; elsewhere this only costs time.
+  constexpr int kRoundCtas = Form::kRanks == 4 ? 120 : 132;
+  auto num_rounds = [&](int rows) {
+    return CeilDiv(CeilDiv(num_outputs, rows) * Form::kRanks, kRoundCtas);
   };
-  for (int rows = best - 16; rows >= Form::kRows / 2; rows -= 16) {
-    if (rounds_rows(rows) < rounds_rows(best)) best = rows;
-  }
-  return best;
+  int rows = Form::kRows;
+  while (rows > Form::kRows / 2 && num_rounds(rows - 16) == num_rounds(Form::kRows)) rows -= 16;
+  return rows;
 }
 
 // What is launched, and how often.
@@ -86,9 +86,8 @@ void LaunchSmallForm(const MultiplyCall& call, cudaStream_t stream) {
 
 template <int kTokens, class Visitor>
 void VisitRows(int64_t num_outputs, Visitor&& visit) {
-  // Few outputs are spread over more CTAs: up to 112, of the 120 that clusters of four find room
-  // for. Two consumer warpgroups that take turns wait less than two that share a stage: 17.7 us
-  // and 20.0 us at N = K = 7168.
+  // Few outputs are spread over more CTAs, in clusters of four. Two consumer warpgroups that take
+  // turns wait less than two that share a stage: 17.7 us and 20.0 us at N = K = 7168.
   if (num_outputs <= 28 * 64) {
     visit.template operator()<SmallForm<kTokens, 1, 2, 1, 4>>();
   } else if (num_outputs <= 28 * 128) {

@@ -46,7 +46,7 @@ struct SmallForm {
   static constexpr int kXScaleWarps = std::min(kTokens / 8, 4);
   static constexpr int kRequesters = 32 * (1 + kWScaleWarps + kXScaleWarps);
 
-  static constexpr int kShareRows = kRows / kRanks;  // that a rank finishes
+  static constexpr int kShareRows = kRows / kRanks;  // that a rank finishes, if the tile has them
   static constexpr int kShareQuads = kTokens * kShareRows / 4;
   static_assert(kShareRows % 16 == 0);
   static constexpr int kInboxBytes = (kRanks - 1) * kTokens * kShareRows * 4;
@@ -55,7 +55,10 @@ struct SmallForm {
   static constexpr int kDecodedBytes = kTokens * kTile * 2;
   // A consumer gives a slot back once it has begun with its next one.
   static constexpr int kDecodedStages = std::max(2 + 32 / kTokens, kColumnGroups + 1);
-  static constexpr int kMaxStages = 24;
+  // Six stages are 84 KiB an SM, which keeps the memory busy. With twelve nothing arrives sooner,
+  // only less evenly, and all wait for the slowest CTA: one token takes 18.0 us instead of 16.4 at
+  // N = K = 7168.
+  static constexpr int kMaxStages = kTokens <= 16 && kRanks == 2 ? 6 : 24;
   static constexpr int kOtherBytes =
       kDecodedStages * kDecodedBytes + kInboxBytes + kSegmentWords * (kWPitch + kXPitch) * 4 +
       (2 * kRows + kTokens) * 4 + 8 * (3 * kMaxStages + 2 * kDecodedStages + kRanks + 1);
@@ -63,6 +66,9 @@ struct SmallForm {
   static constexpr int kStages =
       std::min(kMaxStages, (kSmallSharedBytes - 2048 - kOtherBytes) / kStageBytes);
   static_assert(kStages >= 2);
+  // A group that takes turns waits for a slot in every second round only, if their number is odd:
+  // then what it has waited for before must tell that the round between is over.
+  static_assert(kStages % kColumnGroups == 0 || kStages >= kDecodedStages + 2);
   // Enough to keep the memory busy until the scales are there.
   static constexpr int kFirstStages = std::min(kStages, 96 * 1024 / (kRows * kTile));
 

@@ -29,7 +29,7 @@ struct ScaleSource {
   int first_word, num_words;  // this CTA's, of four groups
   int load_bytes;             // that one load can have: 16, 4 or 1
 
-  // Rows behind the last, whose values are zero, repeat its scales.
+  // Rows behind the last, whose sums nobody uses, repeat its scales.
   __device__ int64_t Clamped(int row) const {
     return min(int64_t{row}, operand.rows - 1) * operand.stride;
   }

@@ -8,10 +8,9 @@
 //                 ring
 //
 // At the end each rank gets the others' sums of its share of the rows in its inbox, and adds them
-// in rank order. Memory is the bound, so the first ring is all the shared memory that is left. Its
-// first round is requested as soon as the scales are: behind 200 KB of w for each SM these would
-// arrive last, and nothing can be multiplied without them. The order of columns is that of
-// `gemm_sm90.cuh`.
+// in rank order. Memory is the bound, so the first ring is deep. Its first stages are requested as
+// soon as the scales are: behind so much of w these would arrive last, and nothing can be
+// multiplied without them. The order of columns is that of `gemm_sm90.cuh`.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,6 +28,7 @@
 #include "small_scales.cuh"
 
 namespace jax_pcie::cuda::mxfp8 {
+
 // --- The warp that fills the ring
 
 template <class Form>
@@ -56,10 +56,9 @@ __device__ __forceinline__ void InitSmallBarriers(const SmallMap<Form>& shared, 
 
 // Tokens and w arrive separately: tokens come from L2, and are decoded while w is on its way.
 template <class Form>
-__device__ __forceinline__ void RequestStage(const SmallMap<Form>& shared,
-                                             const SmallArgs& args, const SmallWork<Form>& work,
-                                             const CUtensorMap* x_map, const CUtensorMap* w_map,
-                                             int k, int slot) {
+__device__ __forceinline__ void RequestStage(const SmallMap<Form>& shared, const SmallArgs& args,
+                                             const SmallWork<Form>& work, const CUtensorMap* x_map,
+                                             const CUtensorMap* w_map, int k, int slot) {
   const int column = (work.first_word + k) * kTile;
   ptx::MbarrierArriveExpectTx(shared.x_full(slot), Form::kTokens * kTile);
   ptx::CopyTensor2d(shared.x(slot), x_map, column, 0, shared.x_full(slot));
@@ -68,10 +67,9 @@ __device__ __forceinline__ void RequestStage(const SmallMap<Form>& shared,
 }
 
 template <class Form>
-__device__ __forceinline__ void RequestStages(const SmallMap<Form>& shared,
-                                              const SmallArgs& args, const SmallWork<Form>& work,
-                                              const CUtensorMap* x_map, const CUtensorMap* w_map,
-                                              int begin, int end) {
+__device__ __forceinline__ void RequestStages(const SmallMap<Form>& shared, const SmallArgs& args,
+                                              const SmallWork<Form>& work, const CUtensorMap* x_map,
+                                              const CUtensorMap* w_map, int begin, int end) {
   RingPosition<Form::kStages> stage;
   for (int k = 0; k < begin; ++k) stage.Advance();
 #pragma unroll 1
@@ -178,8 +176,7 @@ struct SmallDecoder {
     if constexpr (Decoder::kIsFallback) {
       return exponent == kNanScale ? 0x7fff7fff : exponent * 0x00800080;
     } else {
-      constexpr uint32_t kField = kReferenceExponent - kReferenceField;
-      return exponent * 0x04000400u - kField * 0x04000400u;
+      return exponent * 0x04000400u - kFieldToExponent * 0x04000400u;
     }
   }
 
