@@ -37,9 +37,6 @@ ARMS = {
     "wide buffer": "one slice, and a wide buffer it is copied into",
     "staged": "one slice",
 }
-PUBLISHED_SHAPE = (4096, 7168, 7168, 6)  # M, N, columns of a slice, slices
-PUBLISHED_PERCENT = -48.10  # staged against concatenated, on another GPU
-PUBLISHED_BYTES = {"concatenated": 1_278_083_584, "staged": 663_355_904}
 
 
 # --- One arm, in its own process
@@ -275,14 +272,9 @@ def print_table(result: dict[str, Any]) -> None:
         print("# (no statistics on this device: live arrays between steps)")
     for arm in result["arms"]:
         change = percent(result, arm["scale_group"], arm["arm"])
-        note = ""
-        if arm["arm"] in PUBLISHED_BYTES and tuple(result["shape"]) == PUBLISHED_SHAPE:
-            note = f"; published, on another GPU: {PUBLISHED_BYTES[arm['arm']]:,}"
-            if arm["arm"] == "staged":
-                note += f" ({PUBLISHED_PERCENT:+.2f} %)"
         print(
             f"  group {arm['scale_group']:>3} {arm['arm']:13} {arm['peak_bytes']:>14,}"
-            f" {change:+7.2f} %  bf16: {ARMS[arm['arm']]}{note}"
+            f" {change:+7.2f} %  bf16: {ARMS[arm['arm']]}"
         )
 
 

@@ -22,7 +22,6 @@ from table import Table
 
 from jax_pcie import mxfp8
 
-PUBLISHED_MS = (5.930, 5.844)  # concatenated, staged; on another GPU
 SHORT_PAUSE_S = 0.05  # what waits for memory does not reach the power limit
 
 
@@ -376,14 +375,9 @@ class Sections:
                 rows[f"{arm}, group {group}"] for arm in ("concatenated", "staged")
             )
             parts["concatenated_over_this"] = whole["seconds"] / parts["seconds"]
-            published = ""
-            if (*self.sizes.staged, num_slices) == memory.PUBLISHED_SHAPE:
-                ratio = PUBLISHED_MS[0] / PUBLISHED_MS[1]
-                published = f"; published, on another GPU: {ratio:.3f}x"
             print(
                 f"  group {group}: concatenated over staged "
                 f"{parts['concatenated_over_this']:.3f}x (above 1: staging is faster)"
-                f"{published}"
             )
 
     def memory(self) -> dict[str, Any]:

@@ -340,7 +340,7 @@ class PeerGroup:
         return self.platform == "cpu" or num_experts <= _ffi.MAX_FUSED_EXPERTS
 
     def __repr__(self) -> str:
-        return f"PeerGroup(axis {self.axis!r}, {self.world_size} ranks)"
+        return f"PeerGroup(axis {self.axis!r}, {self.world_size} ranks, {self.wire})"
 
 
 def check_dtype(op: str, dtype: Any) -> np.dtype:  # noqa: ANN401

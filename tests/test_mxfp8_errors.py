@@ -114,7 +114,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: mxfp8.mm_quantized(storage_of(), mxfp8.pack_weight(ones(6, 128))),
         ValueError,
-        "the storage has 256 columns, and the weight has 128",
+        r"the storage has 256 columns, and the weight has 128: it is \[outputs, K\]",
     ),
     (
         lambda: mxfp8.mm_quantized(

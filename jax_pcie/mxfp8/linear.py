@@ -189,7 +189,8 @@ def mm(
         num_outputs, num_columns = _check_weight_shape("mm", w.shape)
     if x.shape[-1] != num_columns:
         raise ValueError(
-            f"x has {x.shape[-1]} columns, and the weight has {num_columns}"
+            f"x has {x.shape[-1]} columns, and the weight has {num_columns}: "
+            "it is [outputs, K]"
         )
     bias = _check_bias("mm", bias, num_outputs)
     *leading, _ = x.shape
@@ -358,7 +359,7 @@ def _check_product(
     if storage.num_columns != weight.shape[1]:
         raise ValueError(
             f"the storage has {storage.num_columns} columns, and the weight has "
-            f"{weight.shape[1]}"
+            f"{weight.shape[1]}: it is [outputs, K]"
         )
     if tokens is None:
         tokens = storage.max_tokens
