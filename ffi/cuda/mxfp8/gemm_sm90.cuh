@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   const TileSchedule schedule(params, has_wide, Decoder::kIsFallback);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, as compilers can see
   // Budgets of 128 threads each, 4 * 128 registers a lane in all: 2 * 40 + 2 * 216. The decoders
   // just fit; the consumers use all they get to load ahead.
   if (warpgroup < 2) {

@@ -218,8 +218,8 @@ __device__ __forceinline__ uint4 TransposedInQuad(const uint32_t (&words)[4], in
   return {first_low, c, first_high, d};
 }
 
-// Powers of two that undo the rows' multipliers, for a thread's rows and outputs: loaded
-// while the last products are on their way.
+// Powers of two that undo the rows' multipliers, for a thread's rows and outputs: loaded while the
+// last products are on their way.
 struct TileFactors {
   float rows[4], outputs[16][2];
 
@@ -228,15 +228,15 @@ struct TileFactors {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = tile_row + first_row + i / 2 * 64 + i % 2 * 8;
-      rows[i] = Factor(params.x.references[row]);
+      rows[i] = FactorOf(params.x.references[row]);
     }
     const auto* const pairs =
         reinterpret_cast<const uint32_t*>(params.w.references + tile_output + 2 * q);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const uint32_t pair = pairs[4 * j];
-      outputs[j][0] = Factor(pair);
-      outputs[j][1] = Factor(pair >> 16);
+      outputs[j][0] = FactorOf(pair);
+      outputs[j][1] = FactorOf(pair >> 16);
     }
   }
 
@@ -251,10 +251,6 @@ struct TileFactors {
       line = params.w.references + tile_output + thread * kLine - kTileRows;
     }
     if (line != nullptr) ptx::PrefetchL1(line);
-  }
-
-  __device__ static float Factor(uint32_t reference) {
-    return __uint_as_float(((reference & 0xff) - (kReferenceExponent - 127)) << 23);
   }
 };
 

@@ -36,6 +36,11 @@ HD constexpr int64_t NumScaleWords(int64_t num_columns) {
   return RoundUp(CeilDiv(num_columns, kTile), 2);
 }
 
+// 2^(reference - 134): what undoes a row's multipliers. Only the lowest byte counts.
+__device__ __forceinline__ float FactorOf(uint32_t reference) {
+  return __uint_as_float(((reference & 0xff) - (kReferenceExponent - 127)) << 23);
+}
+
 // One operand, in device memory. `rows` is padded to a multiple of the GEMM's tile.
 struct PreparedScales {
   uint32_t* words;       // [NumScaleWords, rows]: byte g is group g's exponent field

@@ -156,12 +156,13 @@ static_assert(std::is_trivially_copyable_v<SmallArgs>);
 // What a CTA works on.
 template <class Form>
 struct SmallWork {
-  int rank, first_row, num_rows, first_word, num_words;
+  int tile_rows, rank, first_row, num_rows, first_word, num_words;
 
   __device__ explicit SmallWork(const SmallArgs& args)
-      : rank(blockIdx.x % Form::kRanks),
-        first_row(blockIdx.x / Form::kRanks * args.tile_rows),
-        num_rows(static_cast<int>(min(int64_t{args.tile_rows}, args.call.w.rows - first_row))),
+      : tile_rows(args.tile_rows),
+        rank(blockIdx.x % Form::kRanks),
+        first_row(blockIdx.x / Form::kRanks * tile_rows),
+        num_rows(static_cast<int>(min(int64_t{tile_rows}, args.call.w.rows - first_row))),
         first_word(rank * args.rank_words),
         num_words(max(0, min(args.rank_words, (args.num_groups + 3) / 4 - first_word))) {}
 };

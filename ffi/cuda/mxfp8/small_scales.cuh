@@ -281,9 +281,4 @@ class WarpScales {
   uint32_t held_[kUnits][kLaneWords];
 };
 
-// 2^(reference - 134): what undoes a row's multipliers.
-__device__ __forceinline__ float FactorOf(uint32_t state) {
-  return __uint_as_float(((state & RowState::kReference) - (kReferenceExponent - 127)) << 23);
-}
-
 }  // namespace jax_pcie::cuda::mxfp8

@@ -17,7 +17,6 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "../ptx_sm90.cuh"
 #include "../wgmma.cuh"
@@ -56,18 +55,18 @@ __device__ __forceinline__ void InitSmallBarriers(const SmallMap<Form>& shared, 
 
 // Tokens and w arrive separately: tokens come from L2, and are decoded while w is on its way.
 template <class Form>
-__device__ __forceinline__ void RequestStage(const SmallMap<Form>& shared, const SmallArgs& args,
+__device__ __forceinline__ void RequestStage(const SmallMap<Form>& shared,
                                              const SmallWork<Form>& work, const CUtensorMap* x_map,
                                              const CUtensorMap* w_map, int k, int slot) {
   const int column = (work.first_word + k) * kTile;
   ptx::MbarrierArriveExpectTx(shared.x_full(slot), Form::kTokens * kTile);
   ptx::CopyTensor2d(shared.x(slot), x_map, column, 0, shared.x_full(slot));
-  ptx::MbarrierArriveExpectTx(shared.w_full(slot), args.tile_rows * kTile);
+  ptx::MbarrierArriveExpectTx(shared.w_full(slot), work.tile_rows * kTile);
   ptx::CopyTensor2d(shared.w(slot), w_map, column, work.first_row, shared.w_full(slot));
 }
 
 template <class Form>
-__device__ __forceinline__ void RequestStages(const SmallMap<Form>& shared, const SmallArgs& args,
+__device__ __forceinline__ void RequestStages(const SmallMap<Form>& shared,
                                               const SmallWork<Form>& work, const CUtensorMap* x_map,
                                               const CUtensorMap* w_map, int begin, int end) {
   RingPosition<Form::kStages> stage;
@@ -75,27 +74,25 @@ __device__ __forceinline__ void RequestStages(const SmallMap<Form>& shared, cons
 #pragma unroll 1
   for (int k = begin; k < end; ++k, stage.Advance()) {
     ptx::MbarrierWait(shared.empty(stage.index()), stage.parity() ^ 1);
-    RequestStage(shared, args, work, x_map, w_map, k, stage.index());
+    RequestStage(shared, work, x_map, w_map, k, stage.index());
   }
 }
 
 // All of the CTA waits until these have been requested.
 template <class Form>
 __device__ __forceinline__ void RequestFirstStages(const SmallMap<Form>& shared,
-                                                   const SmallArgs& args,
                                                    const SmallWork<Form>& work,
                                                    const CUtensorMap* x_map,
                                                    const CUtensorMap* w_map) {
-  RequestStages(shared, args, work, x_map, w_map, 0, min(work.num_words, Form::kFirstStages));
+  RequestStages(shared, work, x_map, w_map, 0, min(work.num_words, Form::kFirstStages));
 }
 
 template <class Form>
 __device__ __forceinline__ void RequestLaterStages(const SmallMap<Form>& shared,
-                                                   const SmallArgs& args,
                                                    const SmallWork<Form>& work,
                                                    const CUtensorMap* x_map,
                                                    const CUtensorMap* w_map) {
-  RequestStages(shared, args, work, x_map, w_map, Form::kFirstStages, work.num_words);
+  RequestStages(shared, work, x_map, w_map, Form::kFirstStages, work.num_words);
 }
 
 // --- Scales
@@ -169,19 +166,11 @@ __device__ __forceinline__ void PrepareBias(const SmallMap<Form>& shared, const 
 
 // --- 16-bit values: the same numbers in both loops.
 
+// The multiplier twice, from the exponent field that `RowState` explains.
 template <class Decoder>
-struct SmallDecoder {
-  // The multiplier twice, from the exponent field that `RowState` explains.
-  __device__ static uint32_t Multiplier(uint32_t exponent) {
-    if constexpr (Decoder::kIsFallback) {
-      return exponent == kNanScale ? 0x7fff7fff : exponent * 0x00800080;
-    } else {
-      return exponent * 0x04000400u - kFieldToExponent * 0x04000400u;
-    }
-  }
-
-  using Type = std::conditional_t<Decoder::kIsFallback, ptx::WgmmaBf16, ptx::WgmmaF16>;
-};
+__device__ __forceinline__ uint32_t MultiplierOf(uint32_t exponent) {
+  return Decoder::Multiplier(exponent - (Decoder::kIsFallback ? 0 : kFieldToExponent), 0);
+}
 
 // --- The decoders
 
@@ -241,7 +230,7 @@ __device__ __forceinline__ void DecodeTokens(const SmallMap<Form>& shared, const
       uint2 decoded[kSteps][4];
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const uint32_t multiplier = SmallDecoder<Decoder>::Multiplier(word >> (8 * q) & 0xff);
+        const uint32_t multiplier = MultiplierOf<Decoder>(word >> (8 * q) & 0xff);
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           decoded[i][q] = Decoded<Decoder>(groups[q][i], multiplier);
@@ -315,8 +304,7 @@ __device__ __forceinline__ void Multiply(const SmallMap<Form>& shared, const Sma
     auto load_multipliers = [&] {
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) {
-        multipliers[i] =
-            SmallDecoder<Decoder>::Multiplier(ptx::LoadShared8(fields + row_of(i) * 4));
+        multipliers[i] = MultiplierOf<Decoder>(ptx::LoadShared8(fields + row_of(i) * 4));
       }
       fields += kTurns * (Form::kWPitch * 4);
       ptx::MbarrierWait(shared.w_full(stage.index()), stage.parity());
@@ -356,8 +344,7 @@ __device__ __forceinline__ void Multiply(const SmallMap<Form>& shared, const Sma
                 DescribeDecoded(shared.decoded(in.index(), half), kBatchSteps * batch + step);
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b) {
-              ptx::Wgmma(sums[b], fragments[step][b], tokens,
-                         typename SmallDecoder<Decoder>::Type{});
+              Decoder::Multiply(sums[b], fragments[step][b], tokens);
             }
           }
           ptx::WgmmaCommitGroup();
@@ -430,7 +417,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   if (threadIdx.x / 32 == 4) {
     InitSmallBarriers(shared, static_cast<int>(args.call.x.rows), threadIdx.x % 32);
     ptx::BarrierSync(kRequestsBarrier, Form::kRequesters);
-    if (threadIdx.x == 128) RequestFirstStages(shared, args, work, &x_map, &w_map);
+    if (threadIdx.x == 128) RequestFirstStages(shared, work, &x_map, &w_map);
     __syncwarp();
   } else {
     states = PrepareStates(shared, args, work);
@@ -452,7 +439,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     }
   } else if (threadIdx.x < 256) {
     ptx::SetMaxNRegDec<24>();
-    if (threadIdx.x == 128) RequestLaterStages(shared, args, work, &x_map, &w_map);
+    if (threadIdx.x == 128) RequestLaterStages(shared, work, &x_map, &w_map);
     if (threadIdx.x >= 256 - kBiasThreads) {
       PrepareBias(shared, args, work, threadIdx.x - (256 - kBiasThreads));
     }
