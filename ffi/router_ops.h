@@ -61,15 +61,15 @@ inline RouteCall CheckedRoute(const ffi::AnyBuffer& logits, int parts,
   const int64_t num_rows = logits.dimensions()[0];
   const int64_t num_experts = logits.dimensions()[1] * parts;
   Require(num_experts <= INT32_MAX / 2, num_experts, " experts are too many");
-  const RouteRule rule{static_cast<int>(num_experts),
-                       Attribute<int32_t>(attributes, "k"),
-                       Attribute<Scoring>(attributes, "scoring"),
-                       Attribute<int32_t>(attributes, "n_group"),
-                       Attribute<int32_t>(attributes, "topk_group"),
-                       Attribute<bool>(attributes, "has_bias"),
-                       Attribute<bool>(attributes, "renormalize"),
-                       Attribute<float>(attributes, "routed_scaling_factor")};
-  rule.Check();
+  RouteRule rule{static_cast<int>(num_experts),
+                 Attribute<int32_t>(attributes, "k"),
+                 Attribute<Scoring>(attributes, "scoring"),
+                 Attribute<int32_t>(attributes, "n_group"),
+                 Attribute<int32_t>(attributes, "topk_group"),
+                 Attribute<bool>(attributes, "has_bias"),
+                 Attribute<bool>(attributes, "renormalize"),
+                 Attribute<float>(attributes, "routed_scaling_factor")};
+  rule.Complete();
   const float* bias = nullptr;
   if (rule.has_bias) {
     const auto buffer = rest.get<ffi::AnyBuffer>(0);

@@ -120,8 +120,14 @@ struct SlabLayout {
   }
   // Offset of a lane of packets; `slot` < kPacketSlots, `lane` < world_size - 1.
   HD int64_t Packets(int world_size, int channel, int slot, int lane) const {
-    const int64_t index = (int64_t{channel} * kPacketSlots + slot) * (world_size - 1) + lane;
-    return mailboxes[int(Region::kPackets)] + index * lane_bytes;
+    return mailboxes[int(Region::kPackets)] +
+           PacketOffset(world_size, static_cast<uint32_t>(lane_bytes), channel, slot, lane);
+  }
+  // The same from the first packet on. In 32 bits, which a GPU multiplies in one instruction.
+  HD static uint32_t PacketOffset(int world_size, uint32_t lane_bytes, int channel, int slot,
+                                  int lane) {
+    const int index = (channel * kPacketSlots + slot) * (world_size - 1) + lane;
+    return static_cast<uint32_t>(index) * lane_bytes;
   }
   HD int64_t Tick(Region region, int channel) const {
     return ticks[int(region)] + channel * kFlagStride;

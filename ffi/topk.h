@@ -32,12 +32,13 @@ struct RouteRule {
   bool has_bias;
   bool renormalize;
   float factor;
+  int group_experts = 0;  // of each group, once the rule is complete: a GPU had better not divide
 
-  HD int group_experts() const { return num_experts / num_groups; }
   // A group is worth its two best experts if there is a bias, else its best one.
-  HD bool scores_groups_by_two() const { return has_bias && group_experts() > 1; }
+  HD bool scores_groups_by_two() const { return has_bias && group_experts > 1; }
 
-  void Check() const {
+  // Checks what it was made of and adds what follows from it.
+  void Complete() {
     Require(num_chosen >= 1 && num_chosen <= kMaxChosen && num_chosen <= num_experts, "k is ",
             num_chosen, "; it must be from 1 to ", kMaxChosen, " and at most the ", num_experts,
             " experts");
@@ -45,6 +46,7 @@ struct RouteRule {
             num_groups, " equal groups");
     Require(num_kept_groups >= 1 && num_kept_groups <= num_groups, "topk_group is ",
             num_kept_groups, "; it must be from 1 to ", num_groups);
+    group_experts = num_experts / num_groups;
   }
 };
 
@@ -52,7 +54,8 @@ struct RouteRule {
 // value rounds to 0. x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2, whose remainder
 // is below 2^-27.
 HD float ExpOfNonPositive(float x, float tail = 0.f) {
-  if (!(x >= -104.f)) return 0.f;
+  // No branch, so that a GPU's thread works on two at once: below -104 every value is as good.
+  x = Max(x, -104.5f);
   // Next to 1.5 * 2^23 the last mantissa bit is 1, so the addition rounds to the nearest integer.
   const float shifted = FmaRn(x, 0x1.715476p+0f, 12582912.f);
   const float n = AddRn(shifted, -12582912.f);
@@ -66,7 +69,7 @@ HD float ExpOfNonPositive(float x, float tail = 0.f) {
   p = FmaRn(p, r, 0x1.555556p-3f);   // 1/3!
   p = FmaRn(p, r, 0.5f);             // 1/2!
   const float y = AddRn(1.f, FmaRn(MulRn(r, r), p, r));
-  // 2^n in two halves, because n goes down to -150; only the second product can round.
+  // 2^n in two halves, because n goes down to -151; only the second product can round.
   const int exponent = static_cast<int>(n);
   const int half = exponent / 2;
   const float first = FloatOf(static_cast<uint32_t>(127 + half) << 23);
@@ -81,7 +84,8 @@ HD float ExpOfDifference(float x, float largest) {
   const float from_largest = AddRn(difference, -x);
   const float tail =
       AddRn(AddRn(x, -AddRn(difference, -from_largest)), AddRn(-largest, -from_largest));
-  return ExpOfNonPositive(difference, tail);
+  // Of a difference that overflowed the tail is a NaN.
+  return ExpOfNonPositive(difference, difference >= -104.f ? tail : 0.f);
 }
 
 // 1 / (1 + exp(-x)), within 2 ulp also where it is tiny (0.5 tanh(x / 2) + 0.5 is not). With
@@ -89,7 +93,7 @@ HD float ExpOfDifference(float x, float largest) {
 // e - e q, which takes the rounding of 1 + e out again.
 HD float Sigmoid(float x) {
   const float e = ExpOfNonPositive(-Abs(x));
-  const float q = DivRn(e, AddRn(1.f, e));
+  const float q = DivideOrdinary(e, AddRn(1.f, e));
   return x < 0.f ? FmaRn(-e, q, e) : AddRn(1.f, -q);
 }
 
@@ -102,21 +106,19 @@ HD uint32_t OrderedBits(float score) {
   const uint32_t bits = BitsOf(score);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-HD uint64_t KeyOf(float score, int id) {
-  return uint64_t{OrderedBits(score)} << 32 | ~static_cast<uint32_t>(id);
-}
-// The key of a place without an expert: below all others, and different for every place.
-HD uint64_t EmptyKey(int id) { return ~static_cast<uint32_t>(id); }
-HD int IdOf(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
-HD float ScoreOf(uint64_t key) {
-  const auto ordered = static_cast<uint32_t>(key >> 32);
+HD float ScoreOfBits(uint32_t ordered) {
   return FloatOf(ordered >> 31 ? ordered & kAbsMask : ~ordered);
 }
+HD uint64_t KeyOf(uint32_t ordered, int id) {
+  return uint64_t{ordered} << 32 | ~static_cast<uint32_t>(id);
+}
+HD int IdOf(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+HD float ScoreOf(uint64_t key) { return ScoreOfBits(static_cast<uint32_t>(key >> 32)); }
 
 // --- Weights.
 
 // What the chosen experts' weights are multiplied with, given their sum.
-HD float Normaliser(float sum) { return DivRn(1.f, AddRn(sum, kTiny)); }
+HD float Normaliser(float sum) { return DivideOrdinary(1.f, AddRn(sum, kTiny)); }
 
 // Sums are trees: padded with zeros to a power of two, then the upper half is added to the lower.
 // Adding a zero changes nothing, so any larger power gives the same bits.

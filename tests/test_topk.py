@@ -267,6 +267,18 @@ def test_topk_sigmoid_is_accurate_everywhere(platform: str, rng: Rng) -> None:
     assert ((weights > 0) == (want > 2.0**-150)).all()
 
 
+@pytest.mark.cuda
+def test_topk_sigmoid_has_the_same_bits_on_cpu_and_cuda(rng: Rng) -> None:
+    """GPUs divide and multiply by shorter ways there, which must round alike."""
+    codes = rng.integers(0, 2**32, (20_000, 32), np.uint32)
+    dense = rng.uniform(-106, 30, (40_000, 32)).astype(np.float32)
+    logits = np.concatenate([codes.view(np.float32), dense])
+    for renormalize in (False, True):
+        rule = Rule(k=32, renormalize=renormalize)
+        want = route("cpu", logits, None, rule)
+        assert_same_choice(route("cuda", logits, None, rule), want)
+
+
 @with_platforms
 def test_topk_has_known_bits(platform: str) -> None:
     """A change of the arithmetic shows here, on every platform."""

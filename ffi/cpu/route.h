@@ -47,7 +47,7 @@ class RowRouter {
     for (int id = 0; id < num; ++id) {
       const float b = bias ? bias[id] : 0.f;
       if (IsFinite(logits[id]) && IsFinite(b)) {
-        keys_[id] = KeyOf(SelectionScore(u_[id], b), id);
+        keys_[id] = KeyOf(OrderedBits(SelectionScore(u_[id], b)), id);
       } else {
         Exclude(id);
       }
@@ -73,11 +73,11 @@ class RowRouter {
 
   void Exclude(int id) {
     u_[id] = 0.f;
-    keys_[id] = KeyOf(kLowest, id);
+    keys_[id] = KeyOf(OrderedBits(kLowest), id);
   }
 
   void KeepBestGroups() {
-    const int size = rule_.group_experts();
+    const int size = rule_.group_experts;
     std::vector<uint64_t> groups(rule_.num_groups);
     for (int group = 0; group < rule_.num_groups; ++group) {
       float best = kLowest, second = kLowest;
@@ -86,7 +86,8 @@ class RowRouter {
         second = Max(second, Min(best, score));
         best = Max(best, score);
       }
-      groups[group] = KeyOf(rule_.scores_groups_by_two() ? AddRn(best, second) : best, group);
+      const float score = rule_.scores_groups_by_two() ? AddRn(best, second) : best;
+      groups[group] = KeyOf(OrderedBits(score), group);
     }
     std::sort(groups.begin(), groups.end(), std::greater<>());
     for (int i = rule_.num_kept_groups; i < rule_.num_groups; ++i) {

@@ -20,9 +20,24 @@ struct Piece {
   int slot;
 };
 
+// Leaves the first failure of a rank for the host; `kind` last, so that it is never half read.
+__device__ inline void LeaveFailure(unsigned* failed, Failure* to, const Failure& what) {
+  if (atomicCAS(failed, 0u, 1u) != 0u) return;
+  volatile Failure& failure = *to;
+  failure.expected = what.expected;
+  failure.observed = what.observed;
+  failure.region = what.region;
+  failure.rank = what.rank;
+  failure.channel = what.channel;
+  failure.lane = what.lane;
+  ptx::FenceAcqRelSys();
+  failure.kind = what.kind;
+}
+
 // Addresses of a channel's inboxes and flags, on any rank.
 template <Region kRegion>
 struct Channel {
+  static constexpr bool kTickGuardsMemory = true;
   const GroupView& group;
   int index;
 
@@ -41,18 +56,11 @@ struct Channel {
   }
   __device__ bool HasFailed() const { return ptx::LoadRelaxedSys(Failed()) != 0; }
 
-  // Leaves the first failure of this rank for the host; `kind` last, so that it is never half read.
+  __device__ uint64_t timeout_ns() const { return group.timeout_ns; }
+
   __device__ void Fail(FailureKind kind, int lane, uint64_t expected, uint64_t observed) const {
-    if (atomicCAS(Failed(), 0u, 1u) != 0u) return;
-    volatile Failure& failure = *group.failure;
-    failure.expected = expected;
-    failure.observed = observed;
-    failure.region = kRegion;
-    failure.rank = group.rank;
-    failure.channel = index;
-    failure.lane = lane;
-    ptx::FenceAcqRelSys();
-    failure.kind = kind;
+    LeaveFailure(Failed(), group.failure,
+                 {expected, observed, kRegion, group.rank, index, lane, kind});
   }
 };
 
@@ -73,25 +81,24 @@ class Deadline {
 // One attempt at this channel's tick counter: `kBusyTick` while another call holds it. The counter
 // lives on the device because a captured graph replays the same arguments; it doubles as a lock, so
 // that calls which XLA runs at once take turns.
-template <Region kRegion>
-__device__ uint64_t TryTick(const Channel<kRegion>& channel) {
+template <class Channel>
+__device__ uint64_t TryTick(const Channel& channel) {
   return atomicExch(reinterpret_cast<unsigned long long*>(channel.Tick()), kBusyTick);
 }
 
 // Takes the counter, given what a first attempt made of it; or `kBusyTick` if another call holds it
 // past the deadline.
-template <Region kRegion>
-__device__ uint64_t ClaimTick(const Channel<kRegion>& channel, uint64_t tick) {
-  Deadline deadline(channel.group.timeout_ns);
+template <class Channel>
+__device__ uint64_t ClaimTick(const Channel& channel, uint64_t tick) {
+  Deadline deadline(channel.timeout_ns());
   for (; tick == kBusyTick; tick = TryTick(channel)) {
     if (deadline.Passed()) {
       channel.Fail(FailureKind::kBusy, /*lane=*/0, 0, 0);
       return kBusyTick;
     }
   }
-  // Pairs with the one before the tick is given back. (Packets need none: nothing but the counter
-  // passes from call to call.)
-  if constexpr (kRegion != Region::kPackets) __threadfence();
+  // Pairs with the one before the tick is given back.
+  if constexpr (Channel::kTickGuardsMemory) __threadfence();
   return tick;
 }
 

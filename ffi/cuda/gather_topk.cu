@@ -19,6 +19,8 @@ static_assert(kRouteThreads == kPacketThreads);
 
 using FusedPlaces = std::integral_constant<int, kFusedExperts>;
 
+constexpr int kEarlyCandidates = 64;  // that ranking takes no longer than finding a better bound
+
 struct GatherArgs {
   PacketRows arrays[kMaxArrays];
   int first_tiles;  // tiles of the first array
@@ -32,6 +34,7 @@ struct GatherTopkArgs {
   RouteCall route;
   int num_tiles;  // first the rows of logits, then the latent's
   int rank_experts;
+  bool finds_bound_early;
   uint32_t call_site;
 };
 
@@ -39,12 +42,13 @@ struct RouteArgs {
   RouteCall route;
   std::byte* scratch;
   int num_places;
+  bool scores_at_once;
 };
 
 __global__ void __launch_bounds__(kPacketThreads, 1)
-    GatherKernel(const __grid_constant__ GroupView group, const __grid_constant__ GatherArgs args) {
+    GatherKernel(const __grid_constant__ PacketView view, const __grid_constant__ GatherArgs args) {
   __shared__ Claim claim;
-  PacketMailbox mailbox(group, args.call_site, claim);
+  PacketMailbox mailbox(view, args.call_site, claim);
   int64_t number = 0;
   for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, ++number) {
     const bool is_first = tile < args.first_tiles;
@@ -54,90 +58,122 @@ __global__ void __launch_bounds__(kPacketThreads, 1)
   mailbox.Release(number);
 }
 
-// A packet of logits on its way: of which experts, and what it takes to score them.
+__device__ __forceinline__ float BiasOf(const RouteCall& route, int id) {
+  return route.bias ? __ldg(route.bias + id) : 0.f;
+}
+
+// Packet `index` of a row of logits, of the rank `distance` before this one.
 template <class Element>
 struct LogitsPacket {
   static constexpr int kExperts = kPacketData / sizeof(Element);
-  int distance;  // 0 is this rank's own; the others are sent to the rank after, received from
-                 // before
-  int first_id, count;
-  PacketLine line;
-  uint64_t data;
+  int first_id, end_id;  // of its experts
   float bias[kExperts];
+
+  __device__ LogitsPacket(const GatherTopkArgs& args, const PacketView& view, int distance,
+                          int index) {
+    const int source = view.rank - distance;
+    const int first = (source < 0 ? source + view.world_size : source) * args.rank_experts;
+    first_id = first + index * kExperts;
+    end_id = min(first_id + kExperts, first + args.rank_experts);
+#pragma unroll
+    for (int i = 0; i < kExperts; ++i) {
+      bias[i] = first_id + i < end_id ? BiasOf(args.route, first_id + i) : 0.f;
+    }
+  }
+
+  template <class Places>
+  __device__ void Accept(RowRouter<Places>& router, uint64_t data, uint32_t (&scores)[kExperts]) {
+    float logits[kExperts];
+#pragma unroll
+    for (int i = 0; i < kExperts; ++i) {
+      using Bits = decltype(Element::bits);
+      logits[i] = Widen(Element{static_cast<Bits>(data >> (8 * sizeof(Element) * i))});
+    }
+    router.Accept(first_id, /*stride=*/1, end_id, logits, bias, scores);
+  }
 };
 
-template <class Element>
-__device__ LogitsPacket<Element> PrepareLogits(const PacketMailbox& mailbox,
-                                               const GatherTopkArgs& args, int row, int item) {
-  using Packet = LogitsPacket<Element>;
-  const PacketRows& logits = args.logits;
-  const float* const bias = args.route.bias;
-  Packet packet = {};
-  packet.distance = logits.row_packets.Quotient(item);
-  const int index = item - packet.distance * logits.row_packets.value();
-  packet.data = LoadPacket(logits, PlaceInRow(logits, row, index));
-  const int source = mailbox.group().rank - packet.distance;
-  const int skipped = index * Packet::kExperts;  // of the source's experts
-  packet.first_id =
-      (source < 0 ? source + mailbox.group().world_size : source) * args.rank_experts + skipped;
-  packet.count = min(Packet::kExperts, args.rank_experts - skipped);
-#pragma unroll
-  for (int i = 0; i < Packet::kExperts; ++i) {
-    packet.bias[i] = bias && i < packet.count ? bias[packet.first_id + i] : 0.f;
-  }
-  if (packet.distance > 0) packet.line = mailbox.LineOf(packet.distance, index);
-  return packet;
-}
-
-// The experts of one packet, as they arrive.
-template <class Element, class Places>
-__device__ void AcceptPacket(RowRouter<Places>& router, const LogitsPacket<Element>& packet) {
-  using Bits = decltype(Element::bits);
-#pragma unroll
-  for (int i = 0; i < LogitsPacket<Element>::kExperts; ++i) {
-    const Element logit{static_cast<Bits>(packet.data >> (8 * sizeof(Element) * i))};
-    if (i < packet.count) router.Accept(packet.first_id + i, Widen(logit), packet.bias[i]);
-  }
-}
-
-// Exchanges a row of logits and chooses its experts; the CTA's tile number `number`.
+// Exchanges a row of logits and chooses its experts; the CTA's tile number `number`. What can be
+// done with this rank's own experts is done while the others' are on their way.
 template <class Element, class Places>
 __device__ void SelectTile(PacketMailbox& mailbox, RowRouter<Places>& router,
                            const GatherTopkArgs& args, int row, int64_t number) {
-  // A thread's items are the packets of all ranks. One each, but for a few.
-  const int num_items = mailbox.group().world_size * args.logits.row_packets.value();
-  int item = threadIdx.x;
-  LogitsPacket<Element> packet = {};
-  if (item < num_items) packet = PrepareLogits<Element>(mailbox, args, row, item);
+  using Packet = LogitsPacket<Element>;
+  const int thread = ThreadOfTile();
+  const PacketView& view = mailbox.view();
+  const PacketRows& logits = args.logits;
+  const int rank_experts = args.rank_experts, row_packets = logits.row_packets.value();
+  // Packets to the peers, and as many from them: one a thread, but for a few.
+  const int num_packets = (view.world_size - 1) * row_packets;
+  int lane = 0, index = 0;
+  PacketLine line = {};
+  uint64_t data = 0;
+  const auto prepare = [&](int packet) {
+    lane = logits.row_packets.Quotient(packet);
+    index = packet - lane * row_packets;
+    data = LoadPacket(logits, {row, int64_t{index} * kPacketData});
+    line = mailbox.LineOf(lane + 1, index);
+  };
+  if (thread < num_packets) prepare(thread);
   router.Begin();
   bool ok = mailbox.Enter(number);
-  for (; ok && item < num_items; item += kPacketThreads) {
-    if (item >= kPacketThreads) packet = PrepareLogits<Element>(mailbox, args, row, item);
-    if (packet.distance > 0) {
-      mailbox.Send(packet.line, packet.data);
-      ok = mailbox.Receive(packet.line, packet.data);
+  if (ok && thread < num_packets) mailbox.Send(line, data);
+
+  // This rank's own: one a thread.
+  const int first_own = view.rank * rank_experts, end_own = first_own + rank_experts;
+  const int own = first_own + thread;
+  float logit[1] = {}, bias[1] = {};
+  uint32_t score[1];
+  if (own < end_own) {
+    logit[0] =
+        Widen(reinterpret_cast<const Element*>(logits.x)[int64_t{row} * rank_experts + thread]);
+    bias[0] = BiasOf(args.route, own);
+  }
+  Packet packet(args, view, lane + 1, index);
+  router.Accept(own, /*stride=*/1, end_own, logit, bias, score);
+  uint32_t bound = 0;
+  if (args.finds_bound_early) {
+    bound = router.FindBound(score[0]);
+    router.Collect(bound, own, /*stride=*/1, end_own, score);
+  }
+
+#pragma unroll 1
+  for (int item = thread; ok && item < num_packets; item += kPacketThreads) {
+    if (item >= kPacketThreads) {
+      prepare(item);
+      packet = Packet(args, view, lane + 1, index);
+      mailbox.Send(line, data);
     }
-    if (ok) AcceptPacket(router, packet);
+    ok = mailbox.Receive(line, data);
+    uint32_t scores[Packet::kExperts];
+    packet.Accept(router, data, scores);
+    if (args.finds_bound_early) {
+      router.Collect(bound, packet.first_id, /*stride=*/1, packet.end_id, scores);
+    }
   }
   const int k = args.route.rule.num_chosen;
   float* const weights = args.route.weights + int64_t{row} * k;
   int32_t* const ids = args.route.ids + int64_t{row} * k;
-  if (mailbox.Leave(ok)) {
+  if (!mailbox.Leave(ok)) {
+    if (thread < k) {
+      weights[thread] = QuietNan();
+      ids[thread] = -1;
+    }
+  } else if (args.finds_bound_early) {
+    router.Finish(weights, ids);
+  } else {
     router.Choose(args.route.bias, weights, ids);
-  } else if (static_cast<int>(threadIdx.x) < k) {
-    weights[threadIdx.x] = QuietNan();
-    ids[threadIdx.x] = -1;
   }
 }
 
 template <class Element>
 __global__ void __launch_bounds__(kPacketThreads, 1)
-    GatherTopkKernel(const __grid_constant__ GroupView group,
+    GatherTopkKernel(const __grid_constant__ PacketView view,
                      const __grid_constant__ GatherTopkArgs args) {
   __shared__ Claim claim;
   __shared__ SharedRow<kFusedExperts> row;
   __shared__ RouteShared shared;
-  PacketMailbox mailbox(group, args.call_site, claim);
+  PacketMailbox mailbox(view, args.call_site, claim);
   RowRouter router(args.route.rule, row.memory(), FusedPlaces(), shared);
   const int num_rows = static_cast<int>(args.route.num_rows);
   int64_t number = 0;
@@ -158,15 +194,36 @@ __device__ void RouteRow(const RouteArgs& args, RowMemory memory, Places places,
   const int num = route.rule.num_experts;
   const int64_t row = blockIdx.x;
   const auto* const logits = static_cast<const Element*>(route.logits) + row * num;
+  const int k = route.rule.num_chosen;
+  float* const weights = route.weights + row * k;
+  int32_t* const ids = route.ids + row * k;
   RowRouter router(route.rule, memory, places, shared);
   router.Begin();
-#pragma unroll 2
-  for (int id = threadIdx.x; id < num; id += kRouteThreads) {
-    router.Accept(id, Widen(logits[id]), route.bias ? route.bias[id] : 0.f);
+  constexpr int kHeld = kFusedExperts / kRouteThreads;  // experts that a thread has at a time
+  static_assert(kHeld == 2);
+  const int thread = threadIdx.x;
+  uint32_t scores[kHeld] = {};
+#pragma unroll 1
+  for (int first = thread; first < num; first += kHeld * kRouteThreads) {
+    float logit[kHeld] = {}, bias[kHeld] = {};
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int id = first + i * kRouteThreads;
+      if (id >= num) continue;
+      logit[i] = Widen(logits[id]);
+      bias[i] = BiasOf(route, id);
+    }
+    router.Accept(first, kRouteThreads, num, logit, bias, scores);
   }
-  __syncthreads();
-  const int k = route.rule.num_chosen;
-  router.Choose(route.bias, route.weights + row * k, route.ids + row * k);
+  if (std::is_same_v<Places, FusedPlaces> && args.scores_at_once) {
+    const uint32_t bound = router.FindBound(max(scores[0], scores[1]));
+    router.Collect(bound, thread, kRouteThreads, num, scores);
+    __syncthreads();
+    router.Finish(weights, ids);
+  } else {
+    __syncthreads();
+    router.Choose(route.bias, weights, ids);
+  }
 }
 
 template <class Element>
@@ -184,8 +241,9 @@ __global__ void __launch_bounds__(kRouteThreads, 1)
   __shared__ RouteShared shared;
   const int64_t places = args.num_places;
   std::byte* const row = args.scratch + blockIdx.x * places * kRowBytesPerPlace;
-  auto* const keys = reinterpret_cast<uint64_t*>(row);
-  RouteRow<Element>(args, {keys, keys + places, reinterpret_cast<float*>(keys + 2 * places)},
+  auto* const candidates = reinterpret_cast<uint64_t*>(row);
+  auto* const scores = reinterpret_cast<uint32_t*>(candidates + places);
+  RouteRow<Element>(args, {candidates, scores, reinterpret_cast<float*>(scores + places)},
                     args.num_places, shared);
 }
 
@@ -260,7 +318,8 @@ void LaunchGather(const GroupView& group, const std::vector<GatherCall>& arrays,
     args.num_tiles += NumTiles(args.arrays[i]);
     if (i == 0) args.first_tiles = args.num_tiles;
   }
-  GatherKernel<<<NumCtas(group, args.num_tiles), kPacketThreads, 0, stream>>>(group, args);
+  GatherKernel<<<NumCtas(group, args.num_tiles), kPacketThreads, 0, stream>>>(PacketView(group),
+                                                                              args);
   CheckCuda(cudaGetLastError(), "GatherKernel");
 }
 
@@ -270,16 +329,26 @@ void LaunchGatherTopk(const GroupView& group, const GatherCall& latent, const Ro
   const int num_experts = route.rule.num_experts;
   Require(num_experts <= kFusedExperts, num_experts, " experts; the fused kernel chooses from ",
           kFusedExperts);
-  const int64_t rank_bytes = num_experts / group.world_size * int64_t{sizeof(Element)};
+  if (group.world_size == 1) {
+    LaunchGather(group, {latent}, call_site, stream);
+    LaunchRoute<Element>(route, /*scratch=*/nullptr, stream);
+    return;
+  }
+  const int n = group.world_size, rank_experts = num_experts / n;
   GatherTopkArgs args = {};
-  args.latent = RowsOf(latent, group.world_size);
-  args.logits = RowsOf({route.logits, nullptr, route.num_rows, rank_bytes}, group.world_size);
+  args.latent = RowsOf(latent, n);
+  args.logits =
+      RowsOf({route.logits, nullptr, route.num_rows, rank_experts * int64_t{sizeof(Element)}}, n);
   args.route = route;
   args.num_tiles = static_cast<int>(route.num_rows) + NumTiles(args.latent);
-  args.rank_experts = num_experts / group.world_size;
+  args.rank_experts = rank_experts;
+  // Of each rank about k experts reach a bound that one rank's experts made, so with many ranks it
+  // is quicker to find it from all of them.
+  args.finds_bound_early =
+      ScoresAtOnce(route.rule) && n * route.rule.num_chosen <= kEarlyCandidates;
   args.call_site = call_site;
   GatherTopkKernel<Element>
-      <<<NumCtas(group, args.num_tiles), kPacketThreads, 0, stream>>>(group, args);
+      <<<NumCtas(group, args.num_tiles), kPacketThreads, 0, stream>>>(PacketView(group), args);
   CheckCuda(cudaGetLastError(), "GatherTopkKernel");
 }
 
@@ -291,7 +360,8 @@ template <class Element>
 void LaunchRoute(const RouteCall& route, void* scratch, cudaStream_t stream) {
   Require(route.num_rows <= INT32_MAX, route.num_rows, " rows are more than one call can route");
   const int num_experts = route.rule.num_experts;
-  const RouteArgs args{route, static_cast<std::byte*>(scratch), NumPlaces(num_experts)};
+  const RouteArgs args{route, static_cast<std::byte*>(scratch), NumPlaces(num_experts),
+                       ScoresAtOnce(route.rule)};
   const auto grid = static_cast<unsigned>(route.num_rows);
   if (num_experts > kFusedExperts) {
     RouteLongRowKernel<Element><<<grid, kRouteThreads, 0, stream>>>(args);

@@ -44,6 +44,36 @@ struct GroupView {
 };
 static_assert(std::is_trivially_copyable_v<GroupView>);
 
+// What the kernels of small messages are told instead: addresses rather than offsets, because every
+// look at an argument that depends on another one takes its time before the first packet leaves.
+struct PacketView {
+  uint64_t* ticks;   // of this rank's channels, `kFlagStride` bytes apart
+  unsigned* failed;  // set once a wait of this rank has failed
+  int rank, world_size;
+  uint32_t lane_bytes;
+  std::byte* packets[kMaxWorldSize];  // [distance] of the rank so many after this one
+  uint64_t timeout_ns;
+  Failure* failure;
+
+  explicit PacketView(const GroupView& group)
+      : rank(group.rank),
+        world_size(group.world_size),
+        lane_bytes(static_cast<uint32_t>(group.layout.lane_bytes)),
+        packets{},
+        timeout_ns(group.timeout_ns),
+        failure(group.failure) {
+    const SlabLayout& layout = group.layout;
+    std::byte* const slab = group.slabs[rank];
+    ticks = reinterpret_cast<uint64_t*>(slab + layout.ticks[int(Region::kPackets)]);
+    failed = reinterpret_cast<unsigned*>(slab + layout.failed);
+    for (int distance = 0; distance < world_size; ++distance) {
+      packets[distance] =
+          group.slabs[(rank + distance) % world_size] + layout.mailboxes[int(Region::kPackets)];
+    }
+  }
+};
+static_assert(std::is_trivially_copyable_v<PacketView>);
+
 // A flag says which call's record lies in its slot. The tick counts pieces, the call site keeps two
 // different calls from ever being summed with each other.
 HD constexpr uint64_t FlagWord(uint32_t tick, uint32_t call_site) {

@@ -34,6 +34,24 @@ struct PacketLine {
   const ulonglong2* from;
 };
 
+// A channel of packets: its tick counter and its failures.
+struct PacketChannel {
+  static constexpr bool kTickGuardsMemory = false;  // nothing else passes from call to call
+
+  const PacketView& view;
+  int index;
+
+  __device__ uint64_t* Tick() const {
+    return view.ticks + index * (kFlagStride / sizeof(uint64_t));
+  }
+  __device__ bool HasFailed() const { return ptx::LoadRelaxedSys(view.failed) != 0; }
+  __device__ uint64_t timeout_ns() const { return view.timeout_ns; }
+  __device__ void Fail(FailureKind kind, int lane, uint64_t expected, uint64_t observed) const {
+    LeaveFailure(view.failed, view.failure,
+                 {expected, observed, Region::kPackets, view.rank, index, lane, kind});
+  }
+};
+
 // A CTA's end of its channel. Tiles are exchanged in turn, one tick each.
 //
 // All that needs no tick is done before `Enter`, while the claim is under way: between the tick and
@@ -41,23 +59,21 @@ struct PacketLine {
 class PacketMailbox {
  public:
   // Begins the claim, and does not wait for its result: that would hold up the warp's own loads.
-  __device__ PacketMailbox(const GroupView& group, uint32_t call_site, Claim& claim)
-      : channel_{group, static_cast<int>(blockIdx.x)}, call_site_(call_site), claim_(claim) {
+  __device__ PacketMailbox(const PacketView& view, uint32_t call_site, Claim& claim)
+      : channel_{view, static_cast<int>(blockIdx.x)}, call_site_(call_site), claim_(claim) {
     if (threadIdx.x == 0) {
       first_attempt_ = TryTick(channel_);
-      has_failed_ = ptx::LoadRelaxedSys(channel_.Failed());
+      has_failed_ = ptx::LoadRelaxedSys(view.failed);
     }
   }
 
   __device__ PacketLine LineOf(int distance, int index) const {
-    const GroupView& group = channel_.group;
-    const int after = group.rank + distance;
-    const int peer = after < group.world_size ? after : after - group.world_size;
-    const int64_t offset =
-        group.layout.Packets(group.world_size, channel_.index, /*slot=*/0, distance - 1) +
-        index * kPacketBytes;
-    return {distance, reinterpret_cast<ulonglong2*>(group.slabs[peer] + offset),
-            reinterpret_cast<const ulonglong2*>(group.slabs[group.rank] + offset)};
+    const PacketView& view = channel_.view;
+    const uint32_t offset = SlabLayout::PacketOffset(view.world_size, view.lane_bytes,
+                                                     channel_.index, /*slot=*/0, distance - 1) +
+                            static_cast<uint32_t>(index * kPacketBytes);
+    return {distance, reinterpret_cast<ulonglong2*>(view.packets[distance] + offset),
+            reinterpret_cast<const ulonglong2*>(view.packets[0] + offset)};
   }
 
   // Called by all threads of the CTA before tile number `tile`, in order from 0; false if the
@@ -65,7 +81,7 @@ class PacketMailbox {
   __device__ bool Enter(int64_t tile) {
     if (tile == 0 && threadIdx.x == 0) {
       const uint64_t tick = ClaimTick(channel_, first_attempt_);
-      claim_ = {tick, has_failed_ || tick >= kFailedTick};
+      claim_ = {tick, has_failed_ != 0 || tick >= kFailedTick};
     }
     __syncthreads();
     tick_ = claim_.first_tick + tile;
@@ -88,7 +104,7 @@ class PacketMailbox {
   __device__ bool Receive(const PacketLine& line, uint64_t& data) const {
     const ulonglong2* const from = line.from + SlotOffset();
     const uint64_t want = PacketFlag(tick_, call_site_);
-    Deadline deadline(channel_.group.timeout_ns);
+    Deadline deadline(channel_.timeout_ns());
     for (uint32_t misses = 1;; ++misses) {
       const ulonglong2 packet = ptx::LoadRelaxedSysB128(from);
       if (packet.y == want) {
@@ -109,14 +125,14 @@ class PacketMailbox {
     }
   }
 
-  __device__ const GroupView& group() const { return channel_.group; }
+  __device__ const PacketView& view() const { return channel_.view; }
 
  private:
   // From slot 0 to the slot of this tile's tick, in packets.
-  __device__ int64_t SlotOffset() const {
-    const GroupView& group = channel_.group;
-    const int64_t slot_bytes = (group.world_size - 1) * group.layout.lane_bytes;
-    return static_cast<int64_t>(tick_ % kPacketSlots) * (slot_bytes / kPacketBytes);
+  __device__ uint32_t SlotOffset() const {
+    static_assert(kPacketSlots == 2);
+    const PacketView& view = channel_.view;
+    return tick_ % 2 ? (view.world_size - 1) * (view.lane_bytes / kPacketBytes) : 0;
   }
 
   __device__ bool MayStillCome(uint64_t seen, int distance, Deadline& deadline) const {
@@ -135,13 +151,22 @@ class PacketMailbox {
     return false;
   }
 
-  const Channel<Region::kPackets> channel_;
+  const PacketChannel channel_;
   const uint32_t call_site_;
   Claim& claim_;
   uint64_t first_attempt_ = 0;  // of thread 0, as is the next
   uint32_t has_failed_ = 0;
   uint64_t tick_ = 0;
 };
+
+// The thread's number, as a value that the compiler does not know to be the same in every tile:
+// it would compute what it can before the loop over tiles, for all kinds of tiles, and every warp
+// would do that work before its first packet leaves.
+__device__ __forceinline__ int ThreadOfTile() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
 
 // --- Rows as packets: each row is cut anew, so that its last packet may be short.
 
@@ -178,30 +203,28 @@ struct PacketRows {
   bool aligned;  // all packets are whole, and lie at multiples of their size
 };
 
-// One packet of an array: which row, and which bytes of it.
+// One packet of an array: which row, and where in it.
 struct PacketPlace {
   int64_t row, begin;
-  int bytes;
 };
-
-// Packet `index` of a row.
-__device__ __forceinline__ PacketPlace PlaceInRow(const PacketRows& rows, int row, int index) {
-  const int64_t begin = int64_t{index} * kPacketData;
-  return {row, begin, static_cast<int>(min(int64_t{kPacketData}, rows.row_bytes - begin))};
-}
 
 // Packet `packet` of the array.
 __device__ __forceinline__ PacketPlace PlaceOf(const PacketRows& rows, int packet) {
   const int row = rows.row_packets.Quotient(packet);
-  return PlaceInRow(rows, row, packet - row * rows.row_packets.value());
+  return {row, int64_t{packet - row * rows.row_packets.value()} * kPacketData};
+}
+
+__device__ __forceinline__ int BytesOf(const PacketRows& rows, PacketPlace place) {
+  return static_cast<int>(min(int64_t{kPacketData}, rows.row_bytes - place.begin));
 }
 
 __device__ __forceinline__ uint64_t LoadPacket(const PacketRows& rows, PacketPlace place) {
   const std::byte* const from = rows.x + place.row * rows.row_bytes + place.begin;
   if (rows.aligned) return *reinterpret_cast<const uint64_t*>(from);
+  const int num_bytes = BytesOf(rows, place);
   uint64_t data = 0;
 #pragma unroll 1
-  for (int i = 0; i < place.bytes; ++i) data |= static_cast<uint64_t>(from[i]) << (8 * i);
+  for (int i = 0; i < num_bytes; ++i) data |= static_cast<uint64_t>(from[i]) << (8 * i);
   return data;
 }
 
@@ -212,8 +235,9 @@ __device__ __forceinline__ void StorePacket(const PacketRows& rows, PacketPlace 
     *reinterpret_cast<uint64_t*>(to) = data;
     return;
   }
+  const int num_bytes = BytesOf(rows, place);
 #pragma unroll 1
-  for (int i = 0; i < place.bytes; ++i) to[i] = static_cast<std::byte>(data >> (8 * i));
+  for (int i = 0; i < num_bytes; ++i) to[i] = static_cast<std::byte>(data >> (8 * i));
 }
 
 // Gathers tile `tile` of `rows`, the CTA's number `number`. If a packet does not come, the tile is
@@ -221,10 +245,11 @@ __device__ __forceinline__ void StorePacket(const PacketRows& rows, PacketPlace 
 // whose NaN is 0x80, and -1 in signed integers.
 __device__ inline void ExchangeTile(PacketMailbox& mailbox, const PacketRows& rows, int tile,
                                     int64_t number) {
-  const int n = mailbox.group().world_size;
+  const int n = mailbox.view().world_size;
   const int per_rank = rows.tile_packets.value();
-  const int distance = rows.tile_packets.Quotient(threadIdx.x);  // 0 is this rank itself
-  const int index = static_cast<int>(threadIdx.x) - distance * per_rank;
+  const int thread = ThreadOfTile();
+  const int distance = rows.tile_packets.Quotient(thread);  // 0 is this rank itself
+  const int index = thread - distance * per_rank;
   const int packet = tile * per_rank + index;
   const bool takes_part = distance < n && packet < rows.num_packets;
   PacketPlace place = {};
@@ -243,7 +268,7 @@ __device__ inline void ExchangeTile(PacketMailbox& mailbox, const PacketRows& ro
   }
   if (!mailbox.Leave(ok)) data = ~uint64_t{0};
   if (takes_part) {
-    const int source = mailbox.group().rank - distance;
+    const int source = mailbox.view().rank - distance;
     StorePacket(rows, place, source < 0 ? source + n : source, n, data);
   }
 }

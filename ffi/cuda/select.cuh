@@ -1,8 +1,12 @@
 // Routes one row by a CTA: scores, groups, selection and weights, with the arithmetic of `topk.h`.
 //
-// Selection sorts nothing. The row's places are cut into 64 sets; the k-th largest of the sets'
-// maxima is a bound that at least k keys reach, and for random scores few more. Those few are
-// ranked by counting. Keys are integers and all differ, so the result is that of a stable sort.
+// Selection sorts nothing. The k-th largest of 64 sets' maxima is a bound that at least k experts
+// reach, and for random scores few more. Those few are ranked by counting keys (score and id, which
+// all differ), so the result is that of a stable sort.
+//
+// A row takes about as long as its longest chain of dependent steps, of which a barrier, a vote or
+// a load from shared memory is about 30 clocks each. So there are few of them, and threads that
+// share one count have several loads on the way at a time.
 #pragma once
 
 #include "../topk.h"
@@ -14,45 +18,59 @@ constexpr int kRouteThreads = 512;
 constexpr int kRouteWarps = kRouteThreads / 32;
 constexpr int kSetsPerWarp = 4;
 constexpr int kSets = kRouteWarps * kSetsPerWarp;
-static_assert(kSets >= kMaxChosen);
-constexpr int kThreadsPerSet = kRouteThreads / kSets;  // that rank it, or a candidate
+static_assert(kSets >= kMaxChosen && kSets == 64);
 
-// The row's places: a power of two of them, experts first. Shared memory, or global for long rows.
+// By expert. Shared memory, or global for long rows.
 struct RowMemory {
-  uint64_t* keys;
   uint64_t* candidates;
-  float* u;  // what the experts weigh, if chosen
+  uint32_t* scores;  // `OrderedBits`; only where the choice waits for the whole row
+  float* u;          // what the expert weighs, if chosen
 };
 
 template <int kPlaces>
 struct SharedRow {
-  uint64_t keys[kPlaces], candidates[kPlaces];
+  alignas(16) uint64_t candidates[kPlaces];
+  uint32_t scores[kPlaces];
   float u[kPlaces];
-  __device__ RowMemory memory() { return {keys, candidates, u}; }
+  __device__ RowMemory memory() { return {candidates, scores, u}; }
 };
 
-constexpr int64_t kRowBytesPerPlace =
-    sizeof(SharedRow<1>::keys) + sizeof(SharedRow<1>::candidates) + sizeof(SharedRow<1>::u);
+constexpr int64_t kRowBytesPerPlace = sizeof(SharedRow<4>) / 4;
 
 struct RouteShared {
-  uint64_t maxima[kSets];
-  uint64_t bound;
+  alignas(16) uint32_t maxima[kSets];
+  uint32_t bound;
+  unsigned num_candidates;
   int chosen[kMaxChosen];
   float chosen_u[kMaxChosen];
   float largest[kRouteWarps];
   float sum;
-  int num_candidates;
 };
 
-// The sum of a warp's values in the order of a tree: the upper half is added to the lower half
-// until one is left. All lanes get it: partners add the same two values, and addition commutes.
+// The sum of the first `kLanes` lanes' values in the order of a tree: the upper half is added to
+// the lower half until one is left. All of them get it, and so does every such group of lanes:
+// partners add the same two values, and addition commutes.
+template <int kLanes = 32>
 __device__ __forceinline__ float WarpTreeSum(float v) {
 #pragma unroll
-  for (int half = 16; half > 0; half /= 2) v = AddRn(v, __shfl_xor_sync(kFullWarp, v, half));
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    v = AddRn(v, __shfl_xor_sync(kFullWarp, v, half));
   return v;
 }
 
-// Places are a constant where they fit in shared memory, so that loops over them unroll.
+// Whether an expert's score needs its own logit only.
+inline bool ScoresAtOnce(const RouteRule& rule) {
+  return rule.scoring == Scoring::kSigmoid && rule.num_kept_groups == rule.num_groups;
+}
+
+// Places are a power of two of at least as many as experts; a constant where they fit in shared
+// memory, so that loops over them unroll.
+//
+// A row is chosen from in one of two ways. With `ScoresAtOnce` the bound may be found from any
+// experts that have come:
+//   Begin, barrier, Accept some, FindBound, Collect them, Accept and Collect the others, barrier,
+//   Finish.
+// In any case: Begin, barrier, Accept all, barrier, Choose.
 template <class Places>
 class RowRouter {
  public:
@@ -61,33 +79,99 @@ class RowRouter {
         memory_(memory),
         places_(places),
         shared_(shared),
-        thread_(static_cast<int>(threadIdx.x)),
-        warp_(thread_ / 32),
-        lane_(thread_ % 32) {}
+        thread_(threadIdx.x),
+        warp_(threadIdx.x / 32),
+        lane_(threadIdx.x % 32) {}
 
-  // Before the first `Accept`, with a barrier in between. What it writes, no thread that returned
-  // from the last `Choose` reads any more; what `Accept` writes, one warp may still read.
+  // What it writes, no thread that returned from the last `Finish` or `Choose` reads any more.
   __device__ void Begin() {
-    for (int place = rule_.num_experts + thread_; place < places_; place += kRouteThreads) {
-      memory_.keys[place] = EmptyKey(place);
-    }
     if (thread_ == 0) shared_.num_candidates = 0;
   }
 
-  __device__ void Accept(int id, float logit, float bias) {
-    if (rule_.scoring == Scoring::kSoftmax) {
-      memory_.u[id] = logit;  // scored when the whole row is there
-    } else {
-      SetScore(id, IsFinite(logit) && IsFinite(bias), Sigmoid(logit), bias);
+  // Experts `first`, `first + stride`, …: N of them, but none from `end` on. Their scores, 0 where
+  // they do not exist; of no use unless `ScoresAtOnce`.
+  template <int N>
+  __device__ void Accept(int first, int stride, int end, const float (&logits)[N],
+                         const float (&bias)[N], uint32_t (&scores)[N]) {
+    float u[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float sigmoid = Sigmoid(logits[i]);
+      const bool eligible = IsFinite(logits[i]) && IsFinite(bias[i]);
+      const float score = eligible ? SelectionScore(sigmoid, bias[i]) : kLowest;
+      u[i] = eligible ? sigmoid : 0.f;
+      scores[i] = first + i * stride < end ? OrderedBits(score) : 0;
     }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int id = first + i * stride;
+      if (id >= end) continue;
+      memory_.u[id] = rule_.scoring == Scoring::kSoftmax ? logits[i] : u[i];
+      memory_.scores[id] = scores[i];
+    }
+  }
+
+  // A score that k experts reach at least, from the largest that each thread has accepted (0 for
+  // none); by all threads.
+  __device__ uint32_t FindBound(uint32_t largest) {
+#pragma unroll
+    for (int half = 16; half >= kSetsPerWarp; half /= 2) {
+      largest = max(largest, __shfl_xor_sync(kFullWarp, largest, half));
+    }
+    // The set's number instead of the last bits, so that no two maxima are equal.
+    const int set = warp_ * kSetsPerWarp + lane_ % kSetsPerWarp;
+    if (lane_ < kSetsPerWarp) shared_.maxima[set] = largest / kSets * kSets + set;
+    __syncthreads();
+    constexpr uint32_t kShare = kRouteThreads / kSets;  // threads that count for one set
+    const uint32_t own = shared_.maxima[thread_ / kShare];
+    int above = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kSets / kShare; i += 4) {
+      const uint4 others =
+          *reinterpret_cast<const uint4*>(shared_.maxima + thread_ % kShare * (kSets / kShare) + i);
+      above += (others.x > own) + (others.y > own) + (others.z > own) + (others.w > own);
+    }
+    above = SumOf<kShare>(above);
+    if (above == rule_.num_chosen - 1) shared_.bound = own / kSets * kSets;
+    __syncthreads();
+    return shared_.bound;
+  }
+
+  // Of experts as given to `Accept`, those that reach the bound.
+  template <int N>
+  __device__ void Collect(uint32_t bound, int first, int stride, int end,
+                          const uint32_t (&scores)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int id = first + i * stride;
+      if (id >= end || scores[i] < bound) continue;
+      // Not `atomicAdd`, of which the compiler makes one addition a warp: few lanes add, and its
+      // votes take longer than their additions.
+      const unsigned place = atomicInc(&shared_.num_candidates, INT32_MAX);
+      memory_.candidates[place] = KeyOf(scores[i], id);
+    }
+  }
+
+  // After all experts were collected, with a barrier in between; by all threads.
+  __device__ void Finish(float* weights, int32_t* ids) {
+    RankCandidates();
+    __syncthreads();
+    if (warp_ == 0) Weigh(weights, ids);
   }
 
   // After all experts were accepted, with a barrier in between; by all threads.
   __device__ void Choose(const float* bias, float* weights, int32_t* ids) {
     if (rule_.scoring == Scoring::kSoftmax) Softmax(bias);
     if (rule_.num_kept_groups < rule_.num_groups) KeepBestGroups();
-    Select();
-    if (warp_ == 0) Weigh(weights, ids);
+    uint32_t largest = 0;
+    ForEachExpert([&](int id) { largest = max(largest, memory_.scores[id]); });
+    const uint32_t bound = FindBound(largest);
+    ForEachExpert([&](int id) {
+      const uint32_t score[] = {memory_.scores[id]};
+      Collect(bound, id, /*stride=*/1, /*end=*/id + 1, score);
+    });
+    __syncthreads();
+    Finish(weights, ids);
   }
 
  private:
@@ -95,19 +179,39 @@ class RowRouter {
   template <class Body>
   __device__ void ForEachPlace(Body&& body) const {
 #pragma unroll
-    for (int i = 0; i < places_ / kRouteThreads; ++i) body(thread_ + i * kRouteThreads);
+    for (int i = 0; i < places_ / kRouteThreads; ++i) {
+      body(static_cast<int>(thread_) + i * kRouteThreads);
+    }
+  }
+  template <class Body>
+  __device__ void ForEachExpert(Body&& body) const {
+    ForEachPlace([&](int place) {
+      if (place < rule_.num_experts) body(place);
+    });
   }
 
-  __device__ void SetScore(int id, bool eligible, float u, float bias) {
+  __device__ uint32_t SetScore(int id, bool eligible, float u, float bias) {
+    const uint32_t score = OrderedBits(eligible ? SelectionScore(u, bias) : kLowest);
     memory_.u[id] = eligible ? u : 0.f;
-    memory_.keys[id] = KeyOf(eligible ? SelectionScore(u, bias) : kLowest, id);
+    memory_.scores[id] = score;
+    return score;
+  }
+
+  // Over `kLanes` lanes in turn.
+  template <uint32_t kLanes>
+  __device__ static int SumOf(int value) {
+#pragma unroll
+    for (uint32_t half = kLanes / 2; half > 0; half /= 2) {
+      value += __shfl_xor_sync(kFullWarp, value, half);
+    }
+    return value;
   }
 
   __device__ void Softmax(const float* bias) {
     const int num = rule_.num_experts;
     float* const tree = reinterpret_cast<float*>(memory_.candidates);
     float largest = kLowest;
-    for (int id = thread_; id < num; id += kRouteThreads) {
+    for (int id = static_cast<int>(thread_); id < num; id += kRouteThreads) {
       if (IsFinite(memory_.u[id])) largest = Max(largest, memory_.u[id]);
     }
 #pragma unroll
@@ -130,7 +234,8 @@ class RowRouter {
     });
     __syncthreads();
     for (int half = places_ / 2; half >= 32; half /= 2) {
-      for (int i = thread_; i < half; i += kRouteThreads) tree[i] = AddRn(tree[i], tree[i + half]);
+      for (int i = static_cast<int>(thread_); i < half; i += kRouteThreads)
+        tree[i] = AddRn(tree[i], tree[i + half]);
       __syncthreads();
     }
     if (warp_ == 0) {
@@ -138,7 +243,7 @@ class RowRouter {
       if (lane_ == 0) shared_.sum = sum;
     }
     __syncthreads();
-    for (int id = thread_; id < num; id += kRouteThreads) {
+    for (int id = static_cast<int>(thread_); id < num; id += kRouteThreads) {
       const float e = memory_.u[id];
       const float b = bias ? bias[id] : 0.f;
       SetScore(id, e >= 0.f && IsFinite(b), e > 0.f ? DivRn(e, shared_.sum) : 0.f, b);
@@ -148,12 +253,12 @@ class RowRouter {
 
   // A warp scores a group; then every expert counts the groups above its own.
   __device__ void KeepBestGroups() {
-    const int size = rule_.group_experts();
+    const int size = rule_.group_experts;
     uint64_t* const groups = memory_.candidates;
-    for (int group = warp_; group < rule_.num_groups; group += kRouteWarps) {
+    for (int group = static_cast<int>(warp_); group < rule_.num_groups; group += kRouteWarps) {
       float best = kLowest, second = kLowest;
-      for (int i = lane_; i < size; i += 32) {
-        const float score = ScoreOf(memory_.keys[group * size + i]);
+      for (int i = static_cast<int>(lane_); i < size; i += 32) {
+        const float score = ScoreOfBits(memory_.scores[group * size + i]);
         second = Max(second, Min(best, score));
         best = Max(best, score);
       }
@@ -164,11 +269,12 @@ class RowRouter {
         best = Max(best, other);
       }
       if (lane_ == 0) {
-        groups[group] = KeyOf(rule_.scores_groups_by_two() ? AddRn(best, second) : best, group);
+        const float score = rule_.scores_groups_by_two() ? AddRn(best, second) : best;
+        groups[group] = KeyOf(OrderedBits(score), group);
       }
     }
     __syncthreads();
-    for (int id = thread_; id < rule_.num_experts; id += kRouteThreads) {
+    for (int id = static_cast<int>(thread_); id < rule_.num_experts; id += kRouteThreads) {
       const uint64_t own = groups[id / size];
       int above = 0;
       for (int group = 0; group < rule_.num_groups; ++group) above += groups[group] > own;
@@ -177,83 +283,72 @@ class RowRouter {
     __syncthreads();
   }
 
-  // How many of `count` keys are above `own`; by all threads, of which `kThreadsPerSet` in turn ask
-  // for the same key and share the work.
-  __device__ int CountAbove(const uint64_t* keys, int count, uint64_t own) const {
-    constexpr int kInFlight = kSets / kThreadsPerSet;  // loads of a thread; mostly all it needs
-    int above = 0;
+  // Leaves the best k experts in order in `chosen`. Eight threads in turn count for one candidate.
+  __device__ void RankCandidates() {
+    constexpr uint32_t kShare = 8;
+    constexpr int kPairs = 2;  // of keys that a thread loads at a time
+    const uint32_t num = shared_.num_candidates;
+    const uint64_t* const keys = memory_.candidates;
 #pragma unroll 1
-    for (int i = thread_ % kThreadsPerSet; i < count; i += kSets) {
-      uint64_t others[kInFlight];
+    for (uint32_t first = warp_ * (32 / kShare); first < num; first += kRouteThreads / kShare) {
+      const uint32_t i = first + lane_ / kShare;
+      const uint64_t own = keys[i];
+      const int id = i < num ? IdOf(own) : 0;
+      const float u = memory_.u[id];
+      int above = 0;
+#pragma unroll 1
+      for (uint32_t other = lane_ % kShare * 2; other < num; other += kPairs * 2 * kShare) {
+        ulonglong2 pairs[kPairs];
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int place = i + j * kThreadsPerSet;
-        others[j] = place < count ? keys[place] : 0;
+        for (int j = 0; j < kPairs; ++j) {
+          const uint32_t at = min(other + j * 2 * kShare, static_cast<uint32_t>(places_) - 2);
+          pairs[j] = *reinterpret_cast<const ulonglong2*>(keys + at);
+        }
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          const uint32_t at = other + j * 2 * kShare;
+          above += (at < num && pairs[j].x > own) + (at + 1 < num && pairs[j].y > own);
+        }
       }
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) above += others[j] > own;
+      above = SumOf<kShare>(above);
+      if (i < num && above < rule_.num_chosen && lane_ % kShare == 0) {
+        shared_.chosen[above] = id;
+        shared_.chosen_u[above] = u;
+      }
     }
-#pragma unroll
-    for (int half = kThreadsPerSet / 2; half > 0; half /= 2) {
-      above += __shfl_xor_sync(kFullWarp, above, half);
-    }
-    return above;
   }
 
-  // Leaves the best k experts in order in `chosen`.
-  __device__ void Select() {
-    const int k = rule_.num_chosen;
-    uint64_t largest = 0;
-    ForEachPlace([&](int place) { largest = max(largest, memory_.keys[place]); });
+  // The sum of `chosen_u` as `WarpTreeSum` makes it. A shuffle takes as long as a load, and these
+  // loads do not wait for one another.
+  __device__ float SumOfChosen() const {
+    constexpr int kLanes = 4;
+    float tree[kMaxChosen / kLanes];
 #pragma unroll
-    for (int half = 16; half >= kSetsPerWarp; half /= 2) {
-      largest = max(largest, __shfl_xor_sync(kFullWarp, largest, half));
+    for (int i = 0; i < kMaxChosen / kLanes; ++i) {
+      const int place = i * kLanes + static_cast<int>(lane_) % kLanes;
+      tree[i] = place < rule_.num_chosen ? shared_.chosen_u[place] : 0.f;
     }
-    if (lane_ < kSetsPerWarp) shared_.maxima[warp_ * kSetsPerWarp + lane_] = largest;
-    __syncthreads();
-
-    const uint64_t own = shared_.maxima[thread_ / kThreadsPerSet];
-    if (CountAbove(shared_.maxima, kSets, own) == k - 1) shared_.bound = own;
-    __syncthreads();
-
-    ForEachPlace([&](int place) {
-      const uint64_t key = memory_.keys[place];
-      if (key >= shared_.bound) memory_.candidates[atomicAdd(&shared_.num_candidates, 1)] = key;
-    });
-    __syncthreads();
-
-    const int num = shared_.num_candidates;
-    for (int first = 0; first < num; first += kSets) {
-      const int i = first + thread_ / kThreadsPerSet;
-      const uint64_t candidate = i < num ? memory_.candidates[i] : 0;
-      const int id = IdOf(candidate);
-      const float u = i < num ? memory_.u[id] : 0.f;
-      const int better = CountAbove(memory_.candidates, num, candidate);
-      if (i < num && better < k && thread_ % kThreadsPerSet == 0) {
-        shared_.chosen[better] = id;
-        shared_.chosen_u[better] = u;
-      }
+#pragma unroll
+    for (int half = kMaxChosen / kLanes / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) tree[i] = AddRn(tree[i], tree[i + half]);
     }
-    __syncthreads();
+    return WarpTreeSum<kLanes>(tree[0]);
   }
 
   __device__ void Weigh(float* weights, int32_t* ids) const {
-    const bool is_chosen = lane_ < rule_.num_chosen;
-    const int id = is_chosen ? shared_.chosen[lane_] : 0;
-    const float u = is_chosen ? shared_.chosen_u[lane_] : 0.f;
-    float weight = u;
-    if (rule_.renormalize) weight = MulRn(u, Normaliser(WarpTreeSum(u)));
-    if (is_chosen) {
-      weights[lane_] = MulRn(weight, rule_.factor);
-      ids[lane_] = id;
-    }
+    const int lane = static_cast<int>(lane_);
+    const float normaliser = rule_.renormalize ? Normaliser(SumOfChosen()) : 1.f;
+    if (lane >= rule_.num_chosen) return;
+    weights[lane] = MulRn(MulRn(shared_.chosen_u[lane], normaliser), rule_.factor);
+    ids[lane] = shared_.chosen[lane];
   }
 
   const RouteRule& rule_;
   const RowMemory memory_;
   const Places places_;
   RouteShared& shared_;
-  const int thread_, warp_, lane_;
+  const uint32_t thread_, warp_, lane_;
 };
 
 }  // namespace jax_pcie::cuda
