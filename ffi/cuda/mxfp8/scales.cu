@@ -1,6 +1,8 @@
 // Prepares the scales of both operands in one launch, before the product. The values are read only
 // where a scale's range makes it matter whether its group is all zero: such a group's scale is a
 // convention, and must not make its row wide.
+#include <cuda_pipeline.h>
+
 #include "../../codec.h"
 #include "../launch.h"
 #include "scales.h"
@@ -8,9 +10,13 @@
 namespace jax_pcie::cuda::mxfp8 {
 namespace {
 
-constexpr int kWarps = 16;  // of a CTA; each takes every 16th word of a row
-// Of a row and warp, kept from one pass to the next: rows of up to 24576 columns are read once.
-constexpr int kKeptWords = 12;
+constexpr int kWarps = 16;  // of a CTA
+constexpr int kChunkWords = 4;
+// Of a row, in shared memory at a time: rows of up to 43520 columns are read once. A thread of
+// eight, each with a row, finds its 16 bytes in banks of its own, as the number of chunks is odd.
+constexpr int kKeptChunks = 85;
+static_assert(kKeptChunks % 2 == 1);
+constexpr int kKeptWords = kKeptChunks * kChunkWords;
 constexpr int kOneScale = 127;
 
 struct Side {
@@ -42,25 +48,22 @@ __device__ bool IsZeroGroup(const uint8_t* values, int group, int num_groups) {
   return (any & 0x7f7f7f7f) == 0;
 }
 
+// The largest and the smallest of some bytes, which are the upper ones of 16-bit values.
 struct Range {
-  int lowest = 256, highest = -1;  // of the scale bytes, a NaN's left out
-  bool has_nan = false;
+  uint32_t highest = 0, lowest = ~0u;
 
-  __device__ void Include(int byte) {
-    if (byte == kNanScale) {
-      has_nan = true;
-      return;
-    }
-    lowest = min(lowest, byte);
-    highest = max(highest, byte);
+  __device__ void Include(uint32_t bytes) {
+    highest = __vimax3_u16x2(highest, bytes, bytes << 8);
+    lowest = __vimin3_u16x2(lowest, bytes, bytes << 8);
   }
-  __device__ void IncludeAll(uint32_t bytes) {
-    for (int i = 0; i < 4; ++i) Include(bytes >> (8 * i) & 0xff);
-  }
+  __device__ int Highest() const { return max(highest >> 24, highest >> 8 & 0xff); }
+  __device__ int Lowest() const { return min(lowest >> 24, lowest >> 8 & 0xff); }
 };
 
-// A lane is a row: the warp writes one word of 32 rows at a time.
-__global__ void __launch_bounds__(32 * kWarps)
+// A CTA has 32 rows. Memory is read along them and written across them, a word of each at a time,
+// with shared memory between: the bytes are used twice, and loads must not wait for what is done
+// with them.
+__global__ void __launch_bounds__(32 * kWarps, 3)
     PrepareScalesKernel(const Side x, const Side w, int x_blocks, int num_columns, uint32_t* flags,
                         int num_flags) {
   if (blockIdx.x == 0) {
@@ -70,48 +73,79 @@ __global__ void __launch_bounds__(32 * kWarps)
   const Side side = is_x ? x : w;
   const int block = is_x ? blockIdx.x : blockIdx.x - x_blocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row = block * kBlockRows + lane;
+  const int row = block * kBlockRows + lane;  // of this thread, once they are in shared memory
   const int num_groups = num_columns / kGroup;
   const int num_words = static_cast<int>(NumScaleWords(num_columns));
+  const int64_t scale_stride = side.operand.stride / kGroup;
   const bool exists = row < side.operand.rows;
-  const int64_t first = exists ? int64_t{row} * side.operand.stride : 0;
-  const uint8_t* const values = side.operand.values + first;
-  const uint8_t* const scales = side.operand.scales + first / kGroup;
+  const uint8_t* const values = side.operand.values + (exists ? row * side.operand.stride : 0);
+  const uint8_t* const scales = side.operand.scales + (exists ? row * scale_stride : 0);
 
-  __shared__ int shared_lowest[kBlockRows], shared_highest[kBlockRows];
-  __shared__ int shared_class[kBlockRows], shared_has_nan[kBlockRows];
+  __shared__ uint4 kept[kBlockRows][kKeptChunks];
+  __shared__ int shared_lowest[kBlockRows], shared_highest[kBlockRows], shared_class[kBlockRows];
   if (warp == 0) {
-    shared_has_nan[lane] = 0;
     shared_lowest[lane] = 256;
     shared_highest[lane] = -1;
     shared_class[lane] = 0;
   }
-  __syncthreads();
+
+  const bool is_aligned =
+      reinterpret_cast<uintptr_t>(side.operand.scales) % 16 == 0 && scale_stride % 16 == 0;
+  // Words from `begin` on, by all threads of the CTA; a warp takes every 16th row.
+  const auto keep = [&](int begin) {
+    const int count = min(kKeptWords, num_words - begin);
+    for (int r = warp; r < kBlockRows; r += kWarps) {
+      const int64_t from_row = int64_t{block} * kBlockRows + r;
+      if (from_row >= side.operand.rows) {
+        for (int i = lane; i < CeilDiv(count, kChunkWords); i += 32) {
+          const uint32_t ones = kOneScale * 0x01010101u;
+          kept[r][i] = {ones, ones, ones, ones};
+        }
+        continue;
+      }
+      const uint8_t* const from = side.operand.scales + from_row * scale_stride;
+      const int num_chunks = is_aligned ? min(count, num_groups / 4 - begin) / kChunkWords : 0;
+      for (int i = lane; i < num_chunks; i += 32) {
+        __pipeline_memcpy_async(&kept[r][i], from + 4 * begin + 16 * i, 16);
+      }
+      auto* const words = reinterpret_cast<uint32_t*>(kept[r]);
+      for (int i = num_chunks * kChunkWords + lane; i < count; i += 32) {
+        words[i] = ScaleWord(from, begin + i, num_groups);
+      }
+    }
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    __syncthreads();
+  };
+  // Each of this thread's words and its number: it takes every 16th chunk of its row.
+  const auto visit_kept = [&](int begin, auto&& visit) {
+    const int count = min(kKeptWords, num_words - begin);
+    for (int i = warp; i < CeilDiv(count, kChunkWords); i += kWarps) {
+      const uint4 chunk = kept[lane][i];
+      const int word = i * kChunkWords;
+      visit(begin + word, chunk.x);
+      if (word + 1 < count) visit(begin + word + 1, chunk.y);
+      if (word + 2 < count) visit(begin + word + 2, chunk.z);
+      if (word + 3 < count) visit(begin + word + 3, chunk.w);
+    }
+  };
 
   // --- The largest and the smallest scale of each row.
-  uint32_t kept[kKeptWords];
-#pragma unroll
-  for (int i = 0; i < kKeptWords; ++i) {
-    const int word = warp + i * kWarps;
-    if (exists && word < num_words) kept[i] = ScaleWord(scales, word, num_groups);
-  }
   Range range;
+  for (int begin = 0; begin < num_words; begin += kKeptWords) {
+    if (begin > 0) __syncthreads();
+    keep(begin);
+    visit_kept(begin, [&](int /*word*/, uint32_t bytes) { range.Include(bytes); });
+  }
   if (exists) {
-#pragma unroll
-    for (int i = 0; i < kKeptWords; ++i) {
-      if (warp + i * kWarps < num_words) range.IncludeAll(kept[i]);
-    }
-    for (int word = warp + kKeptWords * kWarps; word < num_words; word += kWarps) {
-      range.IncludeAll(ScaleWord(scales, word, num_groups));
-    }
-    atomicMin(&shared_lowest[lane], range.lowest);
-    atomicMax(&shared_highest[lane], range.highest);
-    if (range.has_nan) shared_has_nan[lane] = 1;
+    atomicMin(&shared_lowest[lane], range.Lowest());
+    atomicMax(&shared_highest[lane], range.Highest());
   }
   __syncthreads();
-  range = {shared_lowest[lane], shared_highest[lane], shared_has_nan[lane] != 0};
-  const bool is_plain = !range.has_nan && range.highest - range.lowest < kReferenceField &&
-                        range.highest >= kMinReference && range.highest <= kMaxReference;
+  // A NaN's scale, 255, is too high.
+  const bool is_plain = shared_highest[lane] - shared_lowest[lane] < kReferenceField &&
+                        shared_highest[lane] >= kMinReference &&
+                        shared_highest[lane] <= kMaxReference;
   const bool needs_values = exists && !is_plain;
   const bool any_needs_values = __syncthreads_or(needs_values);
 
@@ -121,17 +155,17 @@ __global__ void __launch_bounds__(32 * kWarps)
     __syncthreads();
   }
   if (needs_values) {
-    Range live;
+    int live = -1;
     for (int word = warp; word < num_words; word += kWarps) {
       const uint32_t bytes = ScaleWord(scales, word, num_groups);
       for (int i = 0; i < 4; ++i) {
         const int byte = bytes >> (8 * i) & 0xff;
-        if (byte > live.highest && !IsZeroGroup(values, 4 * word + i, num_groups)) {
-          live.Include(byte);
+        if (byte != kNanScale && byte > live && !IsZeroGroup(values, 4 * word + i, num_groups)) {
+          live = byte;
         }
       }
     }
-    atomicMax(&shared_highest[lane], live.highest);
+    atomicMax(&shared_highest[lane], live);
   }
   if (any_needs_values) __syncthreads();
   const int highest = shared_highest[lane];
@@ -169,22 +203,23 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   // --- The words.
   const bool is_near = block_class == RowClass::kNear;
-  const uint32_t references = reference * 0x01010101u;
-  const uint32_t top = (is_near ? kReferenceField : kReferenceExponent) * 0x01010101u;
-  const uint32_t reach = (is_near ? kReferenceField - 1 : kWideOctaves) * 0x01010101u;
-  const auto store = [&](int word, uint32_t bytes) {
-    if (!exists) bytes = references;
-    // Groups of zeros may be out of reach on either side: any multiplier will do for them.
-    const uint32_t down = __vminu4(__vsubus4(references, bytes), reach);
-    side.prepared.words[int64_t{word} * side.prepared.rows + row] =
-        is_near ? top - down : (top - down) | __vcmpeq4(bytes, 0x01010101u * kNanScale);
-  };
-#pragma unroll
-  for (int i = 0; i < kKeptWords; ++i) {
-    if (warp + i * kWarps < num_words) store(warp + i * kWarps, kept[i]);
-  }
-  for (int word = warp + kKeptWords * kWarps; word < num_words; word += kWarps) {
-    store(word, exists ? ScaleWord(scales, word, num_groups) : 0);
+  const int top = is_near ? kReferenceField : kReferenceExponent;
+  uint32_t* const to = side.prepared.words + row;
+  for (int begin = 0; begin < num_words; begin += kKeptWords) {
+    if (num_words > kKeptWords) {
+      __syncthreads();
+      keep(begin);
+    }
+    if (!any_needs_values) {
+      visit_kept(begin, [&](int word, uint32_t bytes) {
+        to[word * side.prepared.rows] = PlainFields(bytes, reference, top);
+      });
+    } else {
+      visit_kept(begin, [&](int word, uint32_t bytes) {
+        to[word * side.prepared.rows] =
+            Fields(bytes, reference, top, is_near ? kReferenceField - 1 : kWideOctaves);
+      });
+    }
   }
 }
 

@@ -36,6 +36,19 @@ HD constexpr int64_t NumScaleWords(int64_t num_columns) {
   return RoundUp(CeilDiv(num_columns, kTile), 2);
 }
 
+// Exponent fields of four groups, from their scale bytes, where the row's reference has field `top`
+// and all groups lie at most `top` - 1 below it.
+__device__ __forceinline__ uint32_t PlainFields(uint32_t bytes, int reference, int top) {
+  return bytes + (top - reference) * 0x01010101u;  // no byte leaves its range
+}
+
+// The same of any groups: 255 stays, and of others none is more than `reach` below the reference.
+// What is further down or above is a group of zeros: any multiplier will do for it.
+__device__ __forceinline__ uint32_t Fields(uint32_t bytes, int reference, int top, int reach) {
+  const uint32_t down = __vminu4(__vsubus4(reference * 0x01010101u, bytes), reach * 0x01010101u);
+  return (top * 0x01010101u - down) | __vcmpeq4(bytes, kNanScale * 0x01010101u);
+}
+
 // 2^(reference - 134): what undoes a row's multipliers. Only the lowest byte counts.
 __device__ __forceinline__ float FactorOf(uint32_t reference) {
   return __uint_as_float(((reference & 0xff) - (kReferenceExponent - 127)) << 23);

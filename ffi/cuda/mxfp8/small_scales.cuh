@@ -214,24 +214,18 @@ class WarpScales {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const uint32_t state = row_states[u];
-      const uint32_t reference = state & RowState::kReference;
+      const int reference = state & RowState::kReference;
       if (__all_sync(~0u, state & RowState::kPlain)) {
-        const uint32_t shift = (kReferenceExponent - reference) * 0x01010101u;
 #pragma unroll
-        for (int j = 0; j < kLaneWords; ++j) {  // no byte leaves its range
-          store(u, j, held_[u][j] + shift);
+        for (int j = 0; j < kLaneWords; ++j) {
+          store(u, j, PlainFields(held_[u][j], reference, kReferenceExponent));
         }
         continue;
       }
-      const uint32_t reach = state & RowState::kWide ? kWideOctaves : kReferenceField - 1;
+      const int reach = state & RowState::kWide ? kWideOctaves : kReferenceField - 1;
 #pragma unroll
       for (int j = 0; j < kLaneWords; ++j) {
-        // Groups of zeros may be out of reach on either side: any multiplier will do for them.
-        const uint32_t down =
-            __vminu4(__vsubus4(reference * 0x01010101u, held_[u][j]), reach * 0x01010101u);
-        const uint32_t bytes =
-            (kReferenceExponent * 0x01010101u - down) | __vcmpeq4(held_[u][j], 0xffffffff);
-        store(u, j, bytes);
+        store(u, j, Fields(held_[u][j], reference, kReferenceExponent, reach));
       }
     }
   }
