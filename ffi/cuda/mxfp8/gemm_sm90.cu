@@ -53,8 +53,10 @@ TileSplit SplitTiles(const Tiles& tiles, int num_sms) {
   const int left = count % num_sms;
   const bool worth = left > 0 && left <= num_sms * 15 / 16 &&
                      left * tiles.num_pairs >= int64_t{num_sms} * kMinPartPairs;
-  if (!worth) return {count, 0, std::min(count, num_sms), nullptr, nullptr};
-  return {count - left, left, num_sms, nullptr, nullptr};
+  if (!worth) return {count, 0, std::min(count, num_sms), 0, 0, nullptr, nullptr};
+  const auto left_pairs = static_cast<int>(left * tiles.num_pairs);
+  return {count - left,         left,    num_sms, left_pairs / num_sms,
+          left_pairs % num_sms, nullptr, nullptr};
 }
 
 constexpr int64_t kFlagBytes = 2048;

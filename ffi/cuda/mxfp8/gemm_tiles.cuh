@@ -30,13 +30,14 @@ struct TileSplit {
   int whole_tiles;     // the first tiles
   int split_tiles;     // those after them
   int num_ctas;        // of the grid
+  int part_pairs;      // a CTA's part, in pairs of stages: so many
+  int longer_parts;    // and one more for so many CTAs, the first ones
   float4* partials;    // [num_ctas, kConsumers, 32, 128] sums, if tiles are split
   uint32_t* are_here;  // [num_ctas, kConsumers]: 1 when the sums are; 0 when the kernel starts
 
-  // Where CTA `cta`'s part of the split tiles begins, in pairs of stages; it ends where the next
-  // begins.
-  HD int64_t PartBegin(int cta, int num_pairs) const {
-    return int64_t{split_tiles} * num_pairs * cta / num_ctas;
+  // Where CTA `cta`'s part of the split tiles begins; it ends where the next begins.
+  HD int PartBegin(int cta) const {
+    return cta * part_pairs + (cta < longer_parts ? cta : longer_parts);
   }
 };
 
@@ -72,9 +73,9 @@ __device__ __forceinline__ bool AnyBlockIsWide(const GemmParams& params) {
 
 // A tile, or a part of its stages.
 struct TilePart {
-  int row, output;      // of the tile's first value
-  int begin, end;       // pairs of stages
-  int64_t split_begin;  // where the tile begins among the pairs of split tiles
+  int row, output;  // of the tile's first value
+  int begin, end;   // pairs of stages
+  int split_begin;  // where the tile begins among the pairs of split tiles
 };
 
 // The parts of one CTA, by number; every role of it walks the same ones. All is derived from the
@@ -99,36 +100,35 @@ class TileSchedule {
     const TileSplit& split = params_.split;
     const int num_pairs = params_.num_pairs;
     const int cta = blockIdx.x;
-    const int num_whole = cta < split.whole_tiles
-                              ? (split.whole_tiles - 1 - cta) / static_cast<int>(gridDim.x) + 1
-                              : 0;
-    int tile = cta + number * static_cast<int>(gridDim.x);
+    int tile = cta + number * split.num_ctas;
     part.begin = 0;
     part.end = num_pairs;
-    if (number >= num_whole) {
-      if (split.split_tiles == 0 || number > num_whole + 1) return false;
-      const bool is_second = number == num_whole;
-      const int64_t first = split.PartBegin(cta, num_pairs);
-      const int64_t last = split.PartBegin(cta + 1, num_pairs);
-      const int split_tile = static_cast<int>(first / num_pairs) + (is_second ? 1 : 0);
-      part.split_begin = int64_t{split_tile} * num_pairs;
-      part.begin = static_cast<int>(max(first - part.split_begin, int64_t{0}));
-      part.end = static_cast<int>(min(last - part.split_begin, int64_t{num_pairs}));
+    if (tile >= split.whole_tiles) {
+      // Whole tiles are as many for each CTA, if there are others.
+      const int split_number = (tile - split.whole_tiles) / split.num_ctas;
+      if (split.split_tiles == 0 || split_number > 1) return false;
+      const int first = split.PartBegin(cta), last = split.PartBegin(cta + 1);
+      const int split_tile = first / num_pairs + (split_number == 0 ? 1 : 0);
+      part.split_begin = split_tile * num_pairs;
+      part.begin = max(first - part.split_begin, 0);
+      part.end = min(last - part.split_begin, num_pairs);
       if (part.begin >= part.end) return true;  // empty: there may be no such tile
       tile = split.whole_tiles + split_tile;
     }
-    const int band_tiles = kGroupTiles * params_.output_tiles;
-    const int band = tile / band_tiles, within = tile % band_tiles;
-    const int height = min(params_.row_tiles - band * kGroupTiles, kGroupTiles);
-    part.row = (band * kGroupTiles + within % height) * kTileRows;
-    part.output = within / height * kTileOutputs;
+    // Divisions take as long as some products.
+    const uint32_t band_tiles = kGroupTiles * params_.output_tiles;
+    const uint32_t band = tile / band_tiles, within = tile - band * band_tiles;
+    const int height = min(params_.row_tiles - static_cast<int>(band) * kGroupTiles, kGroupTiles);
+    const uint32_t column = height == kGroupTiles ? within / kGroupTiles : within / height;
+    part.row = static_cast<int>(band * kGroupTiles + within - column * height) * kTileRows;
+    part.output = static_cast<int>(column) * kTileOutputs;
     return true;
   }
 
   // The first CTA with a part of this split tile: all up to this one have some.
   __device__ int FirstCta(const TilePart& part) const {
     int cta = blockIdx.x;
-    while (params_.split.PartBegin(cta, params_.num_pairs) > part.split_begin) --cta;
+    while (params_.split.PartBegin(cta) > part.split_begin) --cta;
     return cta;
   }
 
@@ -255,31 +255,32 @@ struct TileFactors {
 };
 
 // Stores a thread's sums: d[4 j + 2 h + i] of block b is row first_row + 64 b + 8 h of the tile,
-// output 8 j + 2 q + i.
-template <class Output>
-__device__ __forceinline__ void StoreTile(const GemmParams& params, const TileFactors& factors,
+// output 8 j + 2 q + i. Without a branch where the tile's outputs are whole: what is stored waits
+// for shuffles, and only other stores can hide that.
+template <class Output, bool kIsWhole, bool kHasBias>
+__device__ __forceinline__ void StoreSums(const GemmParams& params, const TileFactors& factors,
                                           int tile_row, int tile_output, int first_row, int q,
                                           const float (&sums)[2][64]) {
   const int64_t num_rows = params.call.x.rows, num_outputs = params.call.w.rows;
   const float* const bias = params.call.bias;
-  auto* const y = static_cast<Output*>(params.call.y);
-  const bool is_whole = num_outputs % 8 == 0 && tile_output + kTileOutputs <= num_outputs;
 #pragma unroll
   for (int quarter = 0; quarter < 4; ++quarter) {  // 32 outputs
+    const int output = tile_output + quarter * 32;
     float biases[4][2] = {};
-    if (bias != nullptr) {
+    if (kHasBias) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int output = tile_output + quarter * 32 + j * 8 + 2 * q + i;
-          biases[j][i] = output < num_outputs ? __ldg(bias + output) : 0;
+        for (int c = 0; c < 2; ++c) {
+          const int column = output + j * 8 + 2 * q + c;
+          biases[j][c] = kIsWhole || column < num_outputs ? __ldg(bias + column) : 0;
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t row = tile_row + first_row + i / 2 * 64 + i % 2 * 8;
+      Output* const out = static_cast<Output*>(params.call.y) + row * num_outputs + output;
       float values[4][2];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -288,42 +289,53 @@ __device__ __forceinline__ void StoreTile(const GemmParams& params, const TileFa
           // Both factors first: a power of two that is exact even where it is not normal.
           const float value = sums[i / 2][(quarter * 4 + j) * 4 + i % 2 * 2 + c] *
                               (factors.rows[i] * factors.outputs[quarter * 4 + j][c]);
-          values[j][c] = bias != nullptr ? value + biases[j][c] : value;
+          values[j][c] = kHasBias ? value + biases[j][c] : value;
         }
       }
-      const int output = tile_output + quarter * 32;
-      Output* const out = y + row * num_outputs + output;
-      if constexpr (sizeof(Output) == 2) {
+      if constexpr (kIsWhole && sizeof(Output) == 2) {
         uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           words[j] = RoundedPair(Output{}, values[j][0], values[j][1]);
         }
-        if (is_whole) {
-          const uint4 chunk = TransposedInQuad(words, q);
-          if (row < num_rows) reinterpret_cast<uint4*>(out)[q] = chunk;
-          continue;
-        }
-      } else if (is_whole) {
-        if (row < num_rows) {
+        const uint4 chunk = TransposedInQuad(words, q);
+        if (row < num_rows) reinterpret_cast<uint4*>(out)[q] = chunk;
+      } else {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            reinterpret_cast<float2*>(out)[4 * j + q] = {values[j][0], values[j][1]};
-          }
-        }
-        continue;
-      }
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (kIsWhole) {
+            if (row < num_rows) {
+              reinterpret_cast<float2*>(out)[4 * j + q] = {values[j][0], values[j][1]};
+            }
+          } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int column = j * 8 + 2 * q + c;
-          if (row < num_rows && output + column < num_outputs) {
-            out[column] = Rounded<Output>(values[j][c]);
+            for (int c = 0; c < 2; ++c) {
+              const int column = j * 8 + 2 * q + c;
+              if (row < num_rows && output + column < num_outputs) {
+                out[column] = Rounded<Output>(values[j][c]);
+              }
+            }
           }
         }
       }
     }
+  }
+}
+
+template <class Output>
+__device__ __forceinline__ void StoreTile(const GemmParams& params, const TileFactors& factors,
+                                          int tile_row, int tile_output, int first_row, int q,
+                                          const float (&sums)[2][64]) {
+  const int64_t num_outputs = params.call.w.rows;
+  const bool is_whole = num_outputs % 8 == 0 && tile_output + kTileOutputs <= num_outputs;
+  auto store = [&]<bool kIsWhole, bool kHasBias>() {
+    StoreSums<Output, kIsWhole, kHasBias>(params, factors, tile_row, tile_output, first_row, q,
+                                          sums);
+  };
+  if (params.call.bias == nullptr) {
+    is_whole ? store.template operator()<true, false>() : store.template operator()<false, false>();
+  } else {
+    is_whole ? store.template operator()<true, true>() : store.template operator()<false, true>();
   }
 }
 
