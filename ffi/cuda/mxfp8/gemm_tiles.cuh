@@ -255,9 +255,9 @@ struct TileFactors {
 };
 
 // Stores a thread's sums: d[4 j + 2 h + i] of block b is row first_row + 64 b + 8 h of the tile,
-// output 8 j + 2 q + i. Without a branch where the tile's outputs are whole: what is stored waits
-// for shuffles, and only other stores can hide that.
-template <class Output, bool kIsWhole, bool kHasBias>
+// output 8 j + 2 q + i. Whole tiles without a branch, so that chunks hide each other's shuffles,
+// and with or without a bias in the same instructions: the first tile waits for them to be fetched.
+template <class Output, bool kIsWhole>
 __device__ __forceinline__ void StoreSums(const GemmParams& params, const TileFactors& factors,
                                           int tile_row, int tile_output, int first_row, int q,
                                           const float (&sums)[2][64]) {
@@ -266,15 +266,14 @@ __device__ __forceinline__ void StoreSums(const GemmParams& params, const TileFa
 #pragma unroll
   for (int quarter = 0; quarter < 4; ++quarter) {  // 32 outputs
     const int output = tile_output + quarter * 32;
-    float biases[4][2] = {};
-    if (kHasBias) {
+    float biases[4][2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < 4; ++j) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int column = output + j * 8 + 2 * q + c;
-          biases[j][c] = kIsWhole || column < num_outputs ? __ldg(bias + column) : 0;
-        }
+      for (int c = 0; c < 2; ++c) {
+        const int column = output + j * 8 + 2 * q + c;
+        const bool has_bias = bias != nullptr && (kIsWhole || column < num_outputs);
+        biases[j][c] = has_bias ? __ldg(bias + column) : -0.f;  // adds nothing, not even to -0
       }
     }
 #pragma unroll
@@ -287,9 +286,9 @@ __device__ __forceinline__ void StoreSums(const GemmParams& params, const TileFa
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           // Both factors first: a power of two that is exact even where it is not normal.
-          const float value = sums[i / 2][(quarter * 4 + j) * 4 + i % 2 * 2 + c] *
-                              (factors.rows[i] * factors.outputs[quarter * 4 + j][c]);
-          values[j][c] = kHasBias ? value + biases[j][c] : value;
+          values[j][c] =
+              __fmaf_rn(sums[i / 2][(quarter * 4 + j) * 4 + i % 2 * 2 + c],
+                        factors.rows[i] * factors.outputs[quarter * 4 + j][c], biases[j][c]);
         }
       }
       if constexpr (kIsWhole && sizeof(Output) == 2) {
@@ -299,7 +298,8 @@ __device__ __forceinline__ void StoreSums(const GemmParams& params, const TileFa
           words[j] = RoundedPair(Output{}, values[j][0], values[j][1]);
         }
         const uint4 chunk = TransposedInQuad(words, q);
-        if (row < num_rows) reinterpret_cast<uint4*>(out)[q] = chunk;
+        // Nobody here reads it: L2 is better kept for x and w.
+        if (row < num_rows) __stcs(reinterpret_cast<uint4*>(out) + q, chunk);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -327,15 +327,10 @@ __device__ __forceinline__ void StoreTile(const GemmParams& params, const TileFa
                                           int tile_row, int tile_output, int first_row, int q,
                                           const float (&sums)[2][64]) {
   const int64_t num_outputs = params.call.w.rows;
-  const bool is_whole = num_outputs % 8 == 0 && tile_output + kTileOutputs <= num_outputs;
-  auto store = [&]<bool kIsWhole, bool kHasBias>() {
-    StoreSums<Output, kIsWhole, kHasBias>(params, factors, tile_row, tile_output, first_row, q,
-                                          sums);
-  };
-  if (params.call.bias == nullptr) {
-    is_whole ? store.template operator()<true, false>() : store.template operator()<false, false>();
+  if (num_outputs % 8 == 0 && tile_output + kTileOutputs <= num_outputs) {
+    StoreSums<Output, true>(params, factors, tile_row, tile_output, first_row, q, sums);
   } else {
-    is_whole ? store.template operator()<true, true>() : store.template operator()<false, true>();
+    StoreSums<Output, false>(params, factors, tile_row, tile_output, first_row, q, sums);
   }
 }
 
