@@ -255,6 +255,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
 #pragma unroll
         for (int batch = 0; batch < 2; ++batch) {
           const bool is_decoded = batch == 1 || ptx::MbarrierTest(decoded_full, pair % 2);
+          uint32_t read_stage_empty = 0;
           uint32_t fragments[2][2][4];  // [step, block, register]
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
@@ -267,9 +268,7 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
             }
           }
           if (batch == 0 && half == 1) {
-            // Behind its last loads, which were issued half a stage ago.
-            __syncwarp();
-            if (ptx::ElectOne()) ptx::MbarrierArrive(shared.empty(stage.index()));
+            read_stage_empty = shared.empty(stage.index());
             stage.Advance();
             if (slot == 1 || left > 1) {
               ptx::MbarrierWait(shared.full(stage.index()), stage.parity());
@@ -288,6 +287,11 @@ __device__ __forceinline__ void Consume(const SharedMap& shared, const GemmParam
               if (half == 1) load_fields();
               load_chunks(1 - half);
             }
+          }
+          if (batch == 0 && half == 1) {
+            // These products have read what the last loads of the stage brought.
+            __syncwarp();
+            if (ptx::ElectOne()) ptx::MbarrierArrive(read_stage_empty);
           }
           ptx::WgmmaCommitGroup();
           ptx::WgmmaWaitGroup<1>();
