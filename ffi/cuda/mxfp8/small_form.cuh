@@ -55,10 +55,11 @@ struct SmallForm {
   static constexpr int kDecodedBytes = kTokens * kTile * 2;
   // A consumer gives a slot back once it has begun with its next one.
   static constexpr int kDecodedStages = std::max(2 + 32 / kTokens, kColumnGroups + 1);
-  // Six stages are 84 KiB an SM, which keeps the memory busy. With twelve nothing arrives sooner,
-  // only less evenly, and all wait for the slowest CTA: one token takes 18.0 us instead of 16.4 at
-  // N = K = 7168.
-  static constexpr int kMaxStages = kTokens <= 16 && kRanks == 2 ? 6 : 24;
+  // Five or six stages are about 90 KiB an SM, which keeps the memory busy. With more nothing
+  // arrives sooner, only less evenly, and all wait for the slowest CTA: at N = K = 7168 one token
+  // takes 18.0 us with twelve instead of 16.4, 32 take 19.1 us with eight instead of 17.9. Four are
+  // too few: 17.2 us and 18.7 us. 64 tokens do not mind.
+  static constexpr int kMaxStages = kTokens == 32 ? 5 : kTokens < 32 && kRanks == 2 ? 6 : 24;
   static constexpr int kOtherBytes =
       kDecodedStages * kDecodedBytes + kInboxBytes + kSegmentWords * (kWPitch + kXPitch) * 4 +
       (2 * kRows + kTokens) * 4 + 8 * (3 * kMaxStages + 2 * kDecodedStages + kRanks + 1);
