@@ -4,6 +4,8 @@ A product of a huge and a tiny element is an ordinary number. Kernels that decod
 relative to a row's largest scale have to notice when that is not enough.
 """
 
+from collections.abc import Callable
+
 import mxfp8_oracles as oracles
 import numpy as np
 import pytest
@@ -169,12 +171,26 @@ def spoiled(rng: np.random.Generator, kind: str) -> Bytes:
     return values, scales
 
 
-@with_sizes("num_tokens", cpu=[300], cuda=[16, 64, 300])
+def uneven(rng: np.random.Generator, rows: int) -> Bytes:
+    """Rows with every distance of scales that f16 holds: some groups are subnormal."""
+    scales = rng.integers(117, 139, (rows, NUM_GROUPS), np.uint8)
+    scales[:, :2] = 117, 138
+    return finite_codes(rng, rows, NUM_COLUMNS), scales
+
+
+@with_sizes(
+    "make, num_tokens",
+    cpu=[(normal, 300)],
+    cuda=[(make, rows) for make in (normal, uneven) for rows in (16, 64, 300)],
+)
 @pytest.mark.parametrize("kind", ["far apart", "both ends", "scale 255", "NaN"])
 def test_one_bad_row_changes_no_bit_of_other_rows_and_outputs(
-    kind: str, num_tokens: int, rng: np.random.Generator
+    make: Callable[[np.random.Generator, int], Bytes],
+    kind: str,
+    num_tokens: int,
+    rng: np.random.Generator,
 ) -> None:
-    x, w = normal(rng, num_tokens), normal(rng, NUM_OUTPUTS)
+    x, w = make(rng, num_tokens), make(rng, NUM_OUTPUTS)
     clean = multiply_bytes(x, w)
     for bad_x, bad_w in ((num_tokens - 9, 70), (0, 131)):
         spoiled_x, spoiled_w = ((v.copy(), s.copy()) for v, s in (x, w))
