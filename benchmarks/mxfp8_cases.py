@@ -273,13 +273,17 @@ def many_copies(xs: Sequence[Array]) -> list[Array]:
 # --- Slices
 
 
-def fill(xs: Sequence[Array], storage: mxfp8.StagedInput) -> mxfp8.StagedInput:
+def write(xs: Sequence[Array], storage: mxfp8.StagedInput) -> mxfp8.StagedInput:
     """Quantises slices into `storage`, from left to right until it is full."""
-    storage = storage.reset()
     width = xs[0].shape[1]
     for i, x in enumerate(xs):
         storage = mxfp8.quantize_input_slice(x, storage, column=i * width)
     return storage
+
+
+def fill(xs: Sequence[Array], storage: mxfp8.StagedInput) -> mxfp8.StagedInput:
+    """As `write`, but of all that was in `storage` before nothing is left."""
+    return write(xs, storage.reset())
 
 
 def fill_and_multiply(

@@ -59,7 +59,7 @@ FULL = Sizes(
     small_inputs=8,
     quantise=(
         (4096, 7168, 12),
-        (4096, 43008, 3),
+        (4096, 43008, 8),
         *((rows, 7168, 40) for rows in (1, 2, 4, 8)),
     ),
     staged=(4096, 7168, 7168),
@@ -313,7 +313,7 @@ class Sections:
             for group in self.sizes.scale_groups:
                 name = f"quantise, group {group}"
                 storage = cases.empty(rows, width * num_slices, group)
-                start = self.donating(f"{name} {label}", cases.fill, xs, storage)
+                start = self.donating(f"{name} {label}", cases.write, xs, storage)
                 column = width * (num_slices - 1)
                 values, scales = check.wrong_bytes(xs[-1], start(), column)
                 wrong = ["bytes are not the oracle's"] if values or scales else []
