@@ -86,6 +86,11 @@ def make_arms(group: jax_pcie.PeerGroup, k: int) -> dict[str, Arm]:
         weights, ids = jax_pcie.topk_route(whole.reshape(len(logits), -1), bias, k)
         return latent, weights, ids
 
+    def chain_alone(latent: Array, logits: Array, bias: Array) -> Choice:
+        # Behind a barrier, or XLA would merge the additions of all calls.
+        latent, logits = lax.optimization_barrier((latent, logits))
+        return latent, logits, logits.astype(jnp.int32)
+
     return {
         "fused": fused,
         "separate": separate,
@@ -93,10 +98,7 @@ def make_arms(group: jax_pcie.PeerGroup, k: int) -> dict[str, Arm]:
         "one packed lax gather": partial(packed_gather, k=k),
         "all_gather_pair": pair_alone,
         "broadcast + topk_route": route_alone,
-        # Behind a barrier, or XLA would make one addition of all ten.
-        "chain": lambda latent, logits, bias: lax.optimization_barrier(
-            (latent, logits, logits.astype(jnp.int32))
-        ),
+        "chain": chain_alone,
     }
 
 

@@ -87,22 +87,6 @@ HD float FmaRn(float a, float b, float c) {
 #endif
 }
 
-// `DivRn` of operands that are far from fp32's limits, as is the quotient (or of a / 1, any a). On
-// GPUs by the steps of their own division less its test for extreme operands and the branch behind
-// it. Users of it have compared all their operands with `DivRn`.
-HD float DivideOrdinary(float a, float b) {
-#ifdef __CUDA_ARCH__
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(b));
-  reciprocal = FmaRn(FmaRn(-b, reciprocal, 1.f), reciprocal, reciprocal);
-  float q = MulRn(a, reciprocal);
-  q = FmaRn(FmaRn(-b, q, a), reciprocal, q);
-  return FmaRn(FmaRn(-b, q, a), reciprocal, q);
-#else
-  return DivRn(a, b);
-#endif
-}
-
 // --- Element types: what an array holds. `kOverflowBits` is the smallest |fp32| that rounds to
 // Inf.
 

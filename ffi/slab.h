@@ -118,19 +118,23 @@ struct SlabLayout {
   HD int64_t NumPackets(int world_size) const {
     return int64_t{num_channels} * kPacketSlots * (world_size - 1) * LanePackets(world_size);
   }
-  // Offset of a lane of packets; `slot` < kPacketSlots, `lane` < world_size - 1.
-  HD int64_t Packets(int world_size, int channel, int slot, int lane) const {
-    return mailboxes[int(Region::kPackets)] +
-           PacketOffset(world_size, static_cast<uint32_t>(lane_bytes), channel, slot, lane);
+  // From a region's first tick, and from the first packet, on: for kernels that are told addresses.
+  // In 32 bits, which a GPU multiplies in one instruction. `slot` < kPacketSlots, `lane` <
+  // world_size - 1.
+  HD static uint32_t TickOffset(int channel) {
+    return static_cast<uint32_t>(channel * kFlagStride);
   }
-  // The same from the first packet on. In 32 bits, which a GPU multiplies in one instruction.
+  HD static uint32_t PacketSlotBytes(int world_size, uint32_t lane_bytes) {
+    return static_cast<uint32_t>(world_size - 1) * lane_bytes;
+  }
   HD static uint32_t PacketOffset(int world_size, uint32_t lane_bytes, int channel, int slot,
                                   int lane) {
-    const int index = (channel * kPacketSlots + slot) * (world_size - 1) + lane;
-    return static_cast<uint32_t>(index) * lane_bytes;
+    return static_cast<uint32_t>(channel * kPacketSlots + slot) *
+               PacketSlotBytes(world_size, lane_bytes) +
+           static_cast<uint32_t>(lane) * lane_bytes;
   }
   HD int64_t Tick(Region region, int channel) const {
-    return ticks[int(region)] + channel * kFlagStride;
+    return ticks[int(region)] + TickOffset(channel);
   }
 
  private:

@@ -32,7 +32,7 @@ struct RouteRule {
   bool has_bias;
   bool renormalize;
   float factor;
-  int group_experts = 0;  // of each group, once the rule is complete: a GPU had better not divide
+  int group_experts = 0;  // in each group, once the rule is complete
 
   // A group is worth its two best experts if there is a bias, else its best one.
   HD bool scores_groups_by_two() const { return has_bias && group_experts > 1; }
@@ -54,7 +54,8 @@ struct RouteRule {
 // value rounds to 0. x = n ln 2 + r, then Taylor's polynomial on |r| <= ln 2 / 2, whose remainder
 // is below 2^-27.
 HD float ExpOfNonPositive(float x, float tail = 0.f) {
-  // No branch, so that a GPU's thread works on two at once: below -104 every value is as good.
+  // No branch, so that a GPU's thread works on two at once: exp(-104.5) rounds to 0, as do all
+  // below -104, and a NaN becomes it.
   x = Max(x, -104.5f);
   // Next to 1.5 * 2^23 the last mantissa bit is 1, so the addition rounds to the nearest integer.
   const float shifted = FmaRn(x, 0x1.715476p+0f, 12582912.f);
@@ -88,12 +89,29 @@ HD float ExpOfDifference(float x, float largest) {
   return ExpOfNonPositive(difference, difference >= -104.f ? tail : 0.f);
 }
 
+// e / (1 + e) for e from 0 to 1, correctly rounded. On GPUs by the steps of their own division less
+// its test for extreme operands and the branch behind it: a divisor from 1 to 2 is not extreme, and
+// it is 1 where e is tiny. All e were compared with `DivRn`, also with reciprocals that are off by
+// an ulp either way.
+HD float ShareOfOne(float e) {
+  const float divisor = AddRn(1.f, e);
+#ifdef __CUDA_ARCH__
+  float reciprocal = __fdividef(1.f, divisor);
+  reciprocal = FmaRn(FmaRn(-divisor, reciprocal, 1.f), reciprocal, reciprocal);
+  float q = MulRn(e, reciprocal);
+  q = FmaRn(FmaRn(-divisor, q, e), reciprocal, q);
+  return FmaRn(FmaRn(-divisor, q, e), reciprocal, q);
+#else
+  return DivRn(e, divisor);
+#endif
+}
+
 // 1 / (1 + exp(-x)), within 2 ulp also where it is tiny (0.5 tanh(x / 2) + 0.5 is not). With
 // q = e / (1 + e), e = exp(-|x|), it is 1 - q for positive x; for negative x it is q, written as
 // e - e q, which takes the rounding of 1 + e out again.
 HD float Sigmoid(float x) {
   const float e = ExpOfNonPositive(-Abs(x));
-  const float q = DivideOrdinary(e, AddRn(1.f, e));
+  const float q = ShareOfOne(e);
   return x < 0.f ? FmaRn(-e, q, e) : AddRn(1.f, -q);
 }
 
@@ -118,7 +136,7 @@ HD float ScoreOf(uint64_t key) { return ScoreOfBits(static_cast<uint32_t>(key >>
 // --- Weights.
 
 // What the chosen experts' weights are multiplied with, given their sum.
-HD float Normaliser(float sum) { return DivideOrdinary(1.f, AddRn(sum, kTiny)); }
+HD float Normaliser(float sum) { return DivRn(1.f, AddRn(sum, kTiny)); }
 
 // Sums are trees: padded with zeros to a power of two, then the upper half is added to the lower.
 // Adding a zero changes nothing, so any larger power gives the same bits.

@@ -35,7 +35,7 @@ from jax_pcie.gathers import (
 from jax_pcie.group import PeerGroup
 from jax_pcie.route_rule import RouteRule, check_logits
 
-_SCRATCH_WORDS = 5  # of 32 bits for each place of a row too long for shared memory
+_SCRATCH_WORDS = 4  # of 32 bits for each place of a row too long for shared memory
 
 # --- topk_route
 

@@ -19,8 +19,6 @@ static_assert(kRouteThreads == kPacketThreads);
 
 using FusedPlaces = std::integral_constant<int, kFusedExperts>;
 
-constexpr int kEarlyCandidates = 64;  // that ranking takes no longer than finding a better bound
-
 struct GatherArgs {
   PacketRows arrays[kMaxArrays];
   int first_tiles;  // tiles of the first array
@@ -102,22 +100,21 @@ __device__ void SelectTile(PacketMailbox& mailbox, RowRouter<Places>& router,
   const int thread = ThreadOfTile();
   const PacketView& view = mailbox.view();
   const PacketRows& logits = args.logits;
-  const int rank_experts = args.rank_experts, row_packets = logits.row_packets.value();
-  // Packets to the peers, and as many from them: one a thread, but for a few.
-  const int num_packets = (view.world_size - 1) * row_packets;
+  const int rank_experts = args.rank_experts;
+  // Packets to the peers, one a thread, and as many from them.
+  const bool sends = thread < (view.world_size - 1) * logits.row_packets.value();
   int lane = 0, index = 0;
   PacketLine line = {};
   uint64_t data = 0;
-  const auto prepare = [&](int packet) {
-    lane = logits.row_packets.Quotient(packet);
-    index = packet - lane * row_packets;
+  if (sends) {
+    lane = logits.row_packets.Quotient(thread);
+    index = thread - lane * logits.row_packets.value();
     data = LoadPacket(logits, {row, int64_t{index} * kPacketData});
     line = mailbox.LineOf(lane + 1, index);
-  };
-  if (thread < num_packets) prepare(thread);
+  }
   router.Begin();
   bool ok = mailbox.Enter(number);
-  if (ok && thread < num_packets) mailbox.Send(line, data);
+  if (ok && sends) mailbox.Send(line, data);
 
   // This rank's own: one a thread.
   const int first_own = view.rank * rank_experts, end_own = first_own + rank_experts;
@@ -137,13 +134,7 @@ __device__ void SelectTile(PacketMailbox& mailbox, RowRouter<Places>& router,
     router.Collect(bound, own, /*stride=*/1, end_own, score);
   }
 
-#pragma unroll 1
-  for (int item = thread; ok && item < num_packets; item += kPacketThreads) {
-    if (item >= kPacketThreads) {
-      prepare(item);
-      packet = Packet(args, view, lane + 1, index);
-      mailbox.Send(line, data);
-    }
+  if (ok && sends) {
     ok = mailbox.Receive(line, data);
     uint32_t scores[Packet::kExperts];
     packet.Accept(router, data, scores);
@@ -215,15 +206,16 @@ __device__ void RouteRow(const RouteArgs& args, RowMemory memory, Places places,
     }
     router.Accept(first, kRouteThreads, num, logit, bias, scores);
   }
-  if (std::is_same_v<Places, FusedPlaces> && args.scores_at_once) {
-    const uint32_t bound = router.FindBound(max(scores[0], scores[1]));
-    router.Collect(bound, thread, kRouteThreads, num, scores);
-    __syncthreads();
-    router.Finish(weights, ids);
-  } else {
-    __syncthreads();
-    router.Choose(route.bias, weights, ids);
+  if constexpr (std::is_same_v<Places, FusedPlaces>) {  // a thread has all of its experts
+    if (args.scores_at_once) {
+      const uint32_t bound = router.FindBound(max(scores[0], scores[1]));
+      router.Collect(bound, thread, kRouteThreads, num, scores);
+      __syncthreads();
+      return router.Finish(weights, ids);
+    }
   }
+  __syncthreads();
+  router.Choose(route.bias, weights, ids);
 }
 
 template <class Element>
@@ -288,6 +280,14 @@ void LoadKernelsOf() {
   Load(RouteLongRowKernel<Element>);
 }
 
+// Whether a bound that one rank's experts make is good enough. Of each rank about k experts reach
+// it, and more if they fill few sets (of eight threads): then it is quicker to find one from all
+// ranks'.
+bool FindsBoundEarly(const RouteRule& rule, int world_size) {
+  return ScoresAtOnce(rule) && world_size * rule.num_chosen <= 64 &&
+         rule.num_experts / world_size >= 16 * rule.num_chosen;
+}
+
 int NumPlaces(int num_experts) { return std::max(TreePlaces(num_experts), kFusedExperts); }
 
 }  // namespace
@@ -329,11 +329,6 @@ void LaunchGatherTopk(const GroupView& group, const GatherCall& latent, const Ro
   const int num_experts = route.rule.num_experts;
   Require(num_experts <= kFusedExperts, num_experts, " experts; the fused kernel chooses from ",
           kFusedExperts);
-  if (group.world_size == 1) {
-    LaunchGather(group, {latent}, call_site, stream);
-    LaunchRoute<Element>(route, /*scratch=*/nullptr, stream);
-    return;
-  }
   const int n = group.world_size, rank_experts = num_experts / n;
   GatherTopkArgs args = {};
   args.latent = RowsOf(latent, n);
@@ -342,10 +337,12 @@ void LaunchGatherTopk(const GroupView& group, const GatherCall& latent, const Ro
   args.route = route;
   args.num_tiles = static_cast<int>(route.num_rows) + NumTiles(args.latent);
   args.rank_experts = rank_experts;
-  // Of each rank about k experts reach a bound that one rank's experts made, so with many ranks it
-  // is quicker to find it from all of them.
-  args.finds_bound_early =
-      ScoresAtOnce(route.rule) && n * route.rule.num_chosen <= kEarlyCandidates;
+  // A thread has one expert of its own rank and one packet. True of all worlds of two ranks or
+  // more.
+  Require(
+      rank_experts <= kPacketThreads && (n - 1) * args.logits.row_packets.value() <= kPacketThreads,
+      num_experts, " experts of ", n, " ranks are too many for a CTA");
+  args.finds_bound_early = FindsBoundEarly(route.rule, n);
   args.call_site = call_site;
   GatherTopkKernel<Element>
       <<<NumCtas(group, args.num_tiles), kPacketThreads, 0, stream>>>(PacketView(group), args);

@@ -47,7 +47,7 @@ static_assert(std::is_trivially_copyable_v<GroupView>);
 // What the kernels of small messages are told instead: addresses rather than offsets, because every
 // look at an argument that depends on another one takes its time before the first packet leaves.
 struct PacketView {
-  uint64_t* ticks;   // of this rank's channels, `kFlagStride` bytes apart
+  std::byte* ticks;  // of this rank's channels
   unsigned* failed;  // set once a wait of this rank has failed
   int rank, world_size;
   uint32_t lane_bytes;
@@ -64,7 +64,7 @@ struct PacketView {
         failure(group.failure) {
     const SlabLayout& layout = group.layout;
     std::byte* const slab = group.slabs[rank];
-    ticks = reinterpret_cast<uint64_t*>(slab + layout.ticks[int(Region::kPackets)]);
+    ticks = slab + layout.ticks[int(Region::kPackets)];
     failed = reinterpret_cast<unsigned*>(slab + layout.failed);
     for (int distance = 0; distance < world_size; ++distance) {
       packets[distance] =

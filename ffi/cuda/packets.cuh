@@ -42,7 +42,7 @@ struct PacketChannel {
   int index;
 
   __device__ uint64_t* Tick() const {
-    return view.ticks + index * (kFlagStride / sizeof(uint64_t));
+    return reinterpret_cast<uint64_t*>(view.ticks + SlabLayout::TickOffset(index));
   }
   __device__ bool HasFailed() const { return ptx::LoadRelaxedSys(view.failed) != 0; }
   __device__ uint64_t timeout_ns() const { return view.timeout_ns; }
@@ -54,8 +54,9 @@ struct PacketChannel {
 
 // A CTA's end of its channel. Tiles are exchanged in turn, one tick each.
 //
-// All that needs no tick is done before `Enter`, while the claim is under way: between the tick and
-// the packets' departure every rank waits for every other.
+// What a packet needs but for its tick is made before `Enter`, while the claim is under way:
+// between the tick and the packets' departure every rank waits for every other. All else comes
+// later.
 class PacketMailbox {
  public:
   // Begins the claim, and does not wait for its result: that would hold up the warp's own loads.
@@ -132,7 +133,8 @@ class PacketMailbox {
   __device__ uint32_t SlotOffset() const {
     static_assert(kPacketSlots == 2);
     const PacketView& view = channel_.view;
-    return tick_ % 2 ? (view.world_size - 1) * (view.lane_bytes / kPacketBytes) : 0;
+    const uint32_t slot_bytes = SlabLayout::PacketSlotBytes(view.world_size, view.lane_bytes);
+    return tick_ % 2 ? slot_bytes / kPacketBytes : 0;
   }
 
   __device__ bool MayStillCome(uint64_t seen, int distance, Deadline& deadline) const {
@@ -162,11 +164,7 @@ class PacketMailbox {
 // The thread's number, as a value that the compiler does not know to be the same in every tile:
 // it would compute what it can before the loop over tiles, for all kinds of tiles, and every warp
 // would do that work before its first packet leaves.
-__device__ __forceinline__ int ThreadOfTile() {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
-  return thread;
-}
+__device__ __forceinline__ int ThreadOfTile() { return ptx::Kept(threadIdx.x); }
 
 // --- Rows as packets: each row is cut anew, so that its last packet may be short.
 

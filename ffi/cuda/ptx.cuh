@@ -5,6 +5,12 @@
 
 namespace jax_pcie::ptx {
 
+// The same value, which the compiler has to keep: it cannot know how to compute it again.
+__device__ __forceinline__ uint32_t Kept(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 __device__ __forceinline__ uint64_t LoadAcquireSys(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

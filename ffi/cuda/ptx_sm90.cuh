@@ -8,18 +8,14 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace jax_pcie::ptx {
 
 // Shared memory is named by 32-bit addresses here: arithmetic on them is cheap, and a kernel that
 // is short of registers does not derive them anew in its inner loop, as compilers do with pointers.
 __device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
-// The same value, which the compiler has to keep: it cannot know how to compute it again.
-__device__ __forceinline__ uint32_t Kept(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
 }
 
 __device__ __forceinline__ uint4 LoadShared128(uint32_t address) {

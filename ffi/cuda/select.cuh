@@ -19,11 +19,12 @@ constexpr int kRouteWarps = kRouteThreads / 32;
 constexpr int kSetsPerWarp = 4;
 constexpr int kSets = kRouteWarps * kSetsPerWarp;
 static_assert(kSets >= kMaxChosen && kSets == 64);
+constexpr unsigned kManyCandidates = 128;  // from which on a second bound saves time
 
 // By expert. Shared memory, or global for long rows.
 struct RowMemory {
   uint64_t* candidates;
-  uint32_t* scores;  // `OrderedBits`; only where the choice waits for the whole row
+  uint32_t* scores;  // `OrderedBits`; read only if the choice waits for the whole row
   float* u;          // what the expert weighs, if chosen
 };
 
@@ -35,11 +36,19 @@ struct SharedRow {
   __device__ RowMemory memory() { return {candidates, scores, u}; }
 };
 
-constexpr int64_t kRowBytesPerPlace = sizeof(SharedRow<4>) / 4;
+constexpr int64_t kRowBytesPerPlace = sizeof(uint64_t) + sizeof(uint32_t) + sizeof(float);
+static_assert(sizeof(SharedRow<4>) == 4 * kRowBytesPerPlace);
+
+// The largest keys of the sets, and one that as many of them reach as experts are chosen.
+template <class Key>
+struct Maxima {
+  alignas(16) Key maxima[kSets];
+  Key bound;
+};
 
 struct RouteShared {
-  alignas(16) uint32_t maxima[kSets];
-  uint32_t bound;
+  Maxima<uint32_t> scores;
+  Maxima<uint64_t> keys;
   unsigned num_candidates;
   int chosen[kMaxChosen];
   float chosen_u[kMaxChosen];
@@ -53,8 +62,9 @@ struct RouteShared {
 template <int kLanes = 32>
 __device__ __forceinline__ float WarpTreeSum(float v) {
 #pragma unroll
-  for (int half = kLanes / 2; half > 0; half /= 2)
+  for (int half = kLanes / 2; half > 0; half /= 2) {
     v = AddRn(v, __shfl_xor_sync(kFullWarp, v, half));
+  }
   return v;
 }
 
@@ -83,13 +93,13 @@ class RowRouter {
         warp_(threadIdx.x / 32),
         lane_(threadIdx.x % 32) {}
 
-  // What it writes, no thread that returned from the last `Finish` or `Choose` reads any more.
+  // What it writes, no thread reads any more that has left the last row behind it.
   __device__ void Begin() {
     if (thread_ == 0) shared_.num_candidates = 0;
   }
 
   // Experts `first`, `first + stride`, …: N of them, but none from `end` on. Their scores, 0 where
-  // they do not exist; of no use unless `ScoresAtOnce`.
+  // they do not exist; not final unless `ScoresAtOnce`.
   template <int N>
   __device__ void Accept(int first, int stride, int end, const float (&logits)[N],
                          const float (&bias)[N], uint32_t (&scores)[N]) {
@@ -113,29 +123,7 @@ class RowRouter {
 
   // A score that k experts reach at least, from the largest that each thread has accepted (0 for
   // none); by all threads.
-  __device__ uint32_t FindBound(uint32_t largest) {
-#pragma unroll
-    for (int half = 16; half >= kSetsPerWarp; half /= 2) {
-      largest = max(largest, __shfl_xor_sync(kFullWarp, largest, half));
-    }
-    // The set's number instead of the last bits, so that no two maxima are equal.
-    const int set = warp_ * kSetsPerWarp + lane_ % kSetsPerWarp;
-    if (lane_ < kSetsPerWarp) shared_.maxima[set] = largest / kSets * kSets + set;
-    __syncthreads();
-    constexpr uint32_t kShare = kRouteThreads / kSets;  // threads that count for one set
-    const uint32_t own = shared_.maxima[thread_ / kShare];
-    int above = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kSets / kShare; i += 4) {
-      const uint4 others =
-          *reinterpret_cast<const uint4*>(shared_.maxima + thread_ % kShare * (kSets / kShare) + i);
-      above += (others.x > own) + (others.y > own) + (others.z > own) + (others.w > own);
-    }
-    above = SumOf<kShare>(above);
-    if (above == rule_.num_chosen - 1) shared_.bound = own / kSets * kSets;
-    __syncthreads();
-    return shared_.bound;
-  }
+  __device__ uint32_t FindBound(uint32_t largest) { return BoundOfSets(largest, shared_.scores); }
 
   // Of experts as given to `Accept`, those that reach the bound.
   template <int N>
@@ -154,7 +142,9 @@ class RowRouter {
 
   // After all experts were collected, with a barrier in between; by all threads.
   __device__ void Finish(float* weights, int32_t* ids) {
-    RankCandidates();
+    uint64_t bound = 0;
+    if (shared_.num_candidates > kManyCandidates) bound = BoundOfCandidates();
+    RankCandidates(bound);
     __syncthreads();
     if (warp_ == 0) Weigh(weights, ids);
   }
@@ -190,11 +180,9 @@ class RowRouter {
     });
   }
 
-  __device__ uint32_t SetScore(int id, bool eligible, float u, float bias) {
-    const uint32_t score = OrderedBits(eligible ? SelectionScore(u, bias) : kLowest);
+  __device__ void SetScore(int id, bool eligible, float u, float bias) {
     memory_.u[id] = eligible ? u : 0.f;
-    memory_.scores[id] = score;
-    return score;
+    memory_.scores[id] = OrderedBits(eligible ? SelectionScore(u, bias) : kLowest);
   }
 
   // Over `kLanes` lanes in turn.
@@ -234,8 +222,9 @@ class RowRouter {
     });
     __syncthreads();
     for (int half = places_ / 2; half >= 32; half /= 2) {
-      for (int i = static_cast<int>(thread_); i < half; i += kRouteThreads)
+      for (int i = static_cast<int>(thread_); i < half; i += kRouteThreads) {
         tree[i] = AddRn(tree[i], tree[i + half]);
+      }
       __syncthreads();
     }
     if (warp_ == 0) {
@@ -283,8 +272,43 @@ class RowRouter {
     __syncthreads();
   }
 
-  // Leaves the best k experts in order in `chosen`. Eight threads in turn count for one candidate.
-  __device__ void RankCandidates() {
+  // The k-th largest of the sets' maxima, or less by some of its last bits; by all threads.
+  template <class Key>
+  __device__ Key BoundOfSets(Key largest, Maxima<Key>& shared) {
+#pragma unroll
+    for (int half = 16; half >= kSetsPerWarp; half /= 2) {
+      largest = max(largest, __shfl_xor_sync(kFullWarp, largest, half));
+    }
+    // The set's number instead of the last bits, so that no two maxima are equal.
+    const int set = warp_ * kSetsPerWarp + lane_ % kSetsPerWarp;
+    if (lane_ < kSetsPerWarp) shared.maxima[set] = largest / kSets * kSets + set;
+    __syncthreads();
+    constexpr uint32_t kShare = kRouteThreads / kSets;  // threads that count for one set
+    const Key own = shared.maxima[thread_ / kShare];
+    const Key* const others = shared.maxima + thread_ % kShare * (kSets / kShare);
+    int above = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kSets / kShare; ++i) above += others[i] > own;
+    above = SumOf<kShare>(above);
+    if (above == rule_.num_chosen - 1 && thread_ % kShare == 0) shared.bound = own / kSets * kSets;
+    __syncthreads();
+    return shared.bound;
+  }
+
+  // A key that k candidates reach at least. All experts with the score that is the bound are
+  // candidates, and they may be many: in rows of zeros, say, or where few are finite.
+  __device__ uint64_t BoundOfCandidates() {
+    uint64_t largest = 0;
+#pragma unroll 1
+    for (uint32_t i = thread_; i < shared_.num_candidates; i += kRouteThreads) {
+      largest = max(largest, memory_.candidates[i]);
+    }
+    return BoundOfSets(largest, shared_.keys);
+  }
+
+  // Leaves the best k experts in order in `chosen`, which all have keys of at least `bound`. Eight
+  // threads in turn count for one candidate.
+  __device__ void RankCandidates(uint64_t bound) {
     constexpr uint32_t kShare = 8;
     constexpr int kPairs = 2;  // of keys that a thread loads at a time
     const uint32_t num = shared_.num_candidates;
@@ -292,8 +316,10 @@ class RowRouter {
 #pragma unroll 1
     for (uint32_t first = warp_ * (32 / kShare); first < num; first += kRouteThreads / kShare) {
       const uint32_t i = first + lane_ / kShare;
-      const uint64_t own = keys[i];
-      const int id = i < num ? IdOf(own) : 0;
+      const uint64_t own = keys[i];  // what lies past the last one is read, but not counted
+      const bool is_candidate = i < num && own >= bound;
+      if (!__any_sync(kFullWarp, is_candidate)) continue;
+      const int id = is_candidate ? IdOf(own) : 0;
       const float u = memory_.u[id];
       int above = 0;
 #pragma unroll 1
@@ -311,7 +337,7 @@ class RowRouter {
         }
       }
       above = SumOf<kShare>(above);
-      if (i < num && above < rule_.num_chosen && lane_ % kShare == 0) {
+      if (is_candidate && above < rule_.num_chosen && lane_ % kShare == 0) {
         shared_.chosen[above] = id;
         shared_.chosen_u[above] = u;
       }
