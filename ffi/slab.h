@@ -134,7 +134,7 @@ struct SlabLayout {
            static_cast<uint32_t>(lane) * lane_bytes;
   }
   HD int64_t Tick(Region region, int channel) const {
-    return ticks[int(region)] + TickOffset(channel);
+    return ticks[int(region)] + channel * kFlagStride;
   }
 
  private:
