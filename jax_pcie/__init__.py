@@ -1,5 +1,6 @@
 """Compressed collectives for JAX on hosts whose GPUs talk over PCIe."""
 
+import importlib.metadata
 import pkgutil
 
 # Python started in the source folder finds this package there, and the native modules
@@ -14,6 +15,11 @@ from jax_pcie.group import PeerGroup, Plan
 from jax_pcie.router import all_gather_topk, topk_route
 from jax_pcie.wire import MODES, Codec, Topology, WireMode
 
+try:
+    __version__ = importlib.metadata.version("jax_pcie")
+except importlib.metadata.PackageNotFoundError:
+    __version__ = "unknown"  # of a source folder that nobody installed
+
 __all__ = [
     "MODES",
     "Codec",
@@ -22,6 +28,7 @@ __all__ = [
     "Plan",
     "Topology",
     "WireMode",
+    "__version__",
     "all_gather_heads",
     "all_gather_pair",
     "all_gather_topk",

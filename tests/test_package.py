@@ -1,10 +1,12 @@
 """What importing does and does not do, and what a wrong build says."""
 
+import importlib.metadata
 import subprocess
 import sys
 
 import pytest
 
+import jax_pcie
 from jax_pcie import _ffi
 
 
@@ -16,6 +18,14 @@ def test_importing_touches_no_device() -> None:
         "assert len(jax.devices('cpu')) == 3\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_version_is_the_installed_ones() -> None:
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    if "jax_pcie" in installed:
+        assert jax_pcie.__version__ == importlib.metadata.version("jax_pcie")
+    else:
+        assert jax_pcie.__version__ == "unknown"
 
 
 def test_an_extension_newer_than_jaxlib_is_refused_at_import() -> None:
