@@ -260,23 +260,26 @@ def many_products(product: Callable, num_calls: int) -> Callable:
     return run
 
 
-def many_copies(xs: Sequence[Array]) -> list[Array]:
-    """Each array once through a kernel that reads and writes it."""
-    results: list[Array] = []
-    for x in xs:
-        if results:
-            x, results[-1] = apart(x, results[-1])
-        results.append(x ^ jnp.ones((), x.dtype))
-    return results
+def many_copies(xs: Sequence[Array], num_calls: int) -> list[Array]:
+    """Arrays in turn through a kernel that reads and writes one."""
+    copies = list(xs)
+    for i in range(num_calls):
+        this, previous = i % len(copies), (i - 1) % len(copies)
+        if i > 0:
+            held = apart(copies[this], copies[previous])
+            copies[this], copies[previous] = held
+        copies[this] = copies[this] ^ jnp.ones((), copies[this].dtype)
+    return copies
 
 
 # --- Slices
 
 
 def write(xs: Sequence[Array], storage: mxfp8.StagedInput) -> mxfp8.StagedInput:
-    """Quantises slices into `storage`, from left to right until it is full."""
+    """Quantises slices in turn into `storage`, from left to right until it is full."""
     width = xs[0].shape[1]
-    for i, x in enumerate(xs):
+    for i in range(storage.num_columns // width):
+        x = xs[i % len(xs)]
         storage = mxfp8.quantize_input_slice(x, storage, column=i * width)
     return storage
 

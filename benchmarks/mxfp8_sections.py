@@ -34,7 +34,10 @@ class Sizes:
         small: M of products with weights [small_k, small_k].
         small_inputs: inputs in rotation beside five weights; no multiple of 5, so that
             a program makes 5 * small_inputs products.
-        quantise: (rows, columns of a slice, slices) of a quantiser's program.
+        quantise: (rows, columns of a slice, slices, different slices) of a quantiser's
+            program. Of large slices all differ, so that none is in the cache; of small
+            ones a program has many, but few arguments: it has to take longer than its
+            start.
         staged: M, N and the K of one slice; `num_slices` of them make a product's K.
         copy_bytes: of the copy that gives the rate of the memory.
     """
@@ -44,7 +47,7 @@ class Sizes:
     small: tuple[int, ...]
     small_k: int
     small_inputs: int
-    quantise: tuple[tuple[int, int, int], ...]
+    quantise: tuple[tuple[int, int, int, int], ...]
     staged: Shape
     num_slices: int
     copy_bytes: int
@@ -58,9 +61,9 @@ FULL = Sizes(
     small_k=7168,
     small_inputs=8,
     quantise=(
-        (4096, 7168, 12),
-        (4096, 43008, 8),
-        *((rows, 7168, 40) for rows in (1, 2, 4, 8)),
+        (4096, 7168, 12, 12),
+        (4096, 43008, 8, 8),
+        *((rows, 7168, 240, 4) for rows in (1, 2, 4, 8)),
     ),
     staged=(4096, 7168, 7168),
     num_slices=6,
@@ -74,7 +77,7 @@ LAPTOP = Sizes(
     small=(1, 8),
     small_k=128,
     small_inputs=1,
-    quantise=((64, 256, 3), (2, 128, 6)),
+    quantise=((64, 256, 3, 3), (2, 128, 6, 2)),
     staged=(64, 128, 128),
     num_slices=3,
     copy_bytes=1 << 20,
@@ -135,9 +138,10 @@ class Sections:
         """The rate of the memory: the better of XLA's copy and a kernel of its own."""
         print("# copy: bytes read and written")
         x = jnp.arange(self.sizes.copy_bytes // 4, dtype=jnp.uint32)
+        one_copy = partial(cases.many_copies, num_calls=1)
         arms = {
             "XLA copy": Arm(self.program("copy", jnp.copy, x)),
-            "XLA kernel": Arm(self.program("copy kernel", cases.many_copies, [x])),
+            "XLA kernel": Arm(self.program("copy kernel", one_copy, [x])),
         }
         num_bytes = dict.fromkeys(arms, 2 * x.nbytes)
         label = f"{x.nbytes >> 20} MiB"
@@ -302,13 +306,14 @@ class Sections:
             "# quantise: bytes read and written; x, the time of a copy of as many\n"
             "# bytes over this one's (1: as fast as the copy)"
         )
-        for rows, width, num_slices in self.sizes.quantise:
-            xs = cases.inputs(num_slices, rows, width, rows)
+        for rows, width, num_slices, num_inputs in self.sizes.quantise:
+            xs = cases.inputs(num_inputs, rows, width, rows)
             label = f"{rows}x{width}"
             moved = rows * width * 2 + rows * width * 33 // 32
             words = moved // 8  # 4 bytes read and 4 written
-            ys = [jnp.arange(i, i + words, dtype=jnp.uint32) for i in range(num_slices)]
-            call = self.program(f"copies {label}", cases.many_copies, ys)
+            ys = [jnp.arange(i, i + words, dtype=jnp.uint32) for i in range(num_inputs)]
+            run = partial(cases.many_copies, num_calls=num_slices)
+            call = self.program(f"copies {label}", run, ys)
             arms = {"copy": Arm(call, num_slices)}
             for group in self.sizes.scale_groups:
                 name = f"quantise, group {group}"
