@@ -7,8 +7,8 @@
 #include <type_traits>
 
 #include "../error.h"
+#include "check.h"
 #include "gather_topk.h"
-#include "launch.h"
 #include "packets.cuh"
 #include "select.cuh"
 
@@ -293,10 +293,13 @@ int NumPlaces(int num_experts) { return std::max(TreePlaces(num_experts), kFused
 }  // namespace
 
 void LoadRouterKernels() {
-  Load(GatherKernel);
-  LoadKernelsOf<Bf16>();
-  LoadKernelsOf<F16>();
-  LoadKernelsOf<F32>();
+  static auto& once = *new OncePerDevice;
+  once([] {
+    Load(GatherKernel);
+    LoadKernelsOf<Bf16>();
+    LoadKernelsOf<F16>();
+    LoadKernelsOf<F32>();
+  });
 }
 
 int64_t GatherSegments(const GroupView& group, int64_t selected_rows,

@@ -11,7 +11,7 @@
 
 namespace jax_pcie::cuda {
 
-// Loads every kernel of the router on the current device and checks that a CTA fits on an SM.
+// Once per device: loads every kernel of the router and checks that a CTA fits on an SM.
 void LoadRouterKernels();
 
 // How many tiles the busiest channel exchanges, one after another. `selected_rows` are rows whose

@@ -1,11 +1,14 @@
+// What a group does with its GPUs when it is made and closed, and what it says of a failed wait.
 #include <unistd.h>
 
 #include <array>
 #include <cstring>
 
 #include "../error.h"
+#include "check.h"
 #include "gather_topk.h"
 #include "group.h"
+#include "mxfp8/route.h"
 
 namespace jax_pcie::cuda {
 namespace {
@@ -111,12 +114,6 @@ Failure* AllocateFailure() {
 
 }  // namespace
 
-void CheckCuda(cudaError_t status, const char* call, const char* hint) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // not sticky: the next call would report it again
-  throw Error(Concat(call, ": ", cudaGetErrorString(status), *hint ? "; " : "", hint));
-}
-
 Group::Group(const GroupOptions& options)
     : members_(options), timeout_s_(options.timeout_s), process_(getpid()) {
   Require(members_.world_size() <= kMaxWorldSize, options.name, ": at most ", kMaxWorldSize,
@@ -149,6 +146,7 @@ void Group::Open(const std::vector<int64_t>& devices, const GroupOptions& option
     LoadKernels<F16>();
     LoadKernels<F32>();
     LoadRouterKernels();
+    mxfp8::LoadKernels();
     GroupView view = {};
     view.layout = layout;
     view.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);

@@ -3,6 +3,7 @@
 
 #include "../collective.h"
 #include "../error.h"
+#include "check.h"
 #include "fused.cuh"
 #include "launch.h"
 

@@ -33,7 +33,4 @@ int64_t NumSegments(const GroupView& group, CodecId codec, TopologyId topology, 
 template <class Element>
 void LaunchAllReduce(const GroupView& group, const AllReduceLaunch& launch, cudaStream_t stream);
 
-// Throws an `Error` that names the call, CUDA's words and, if given, what to do about it.
-void CheckCuda(cudaError_t status, const char* call, const char* hint = "");
-
 }  // namespace jax_pcie::cuda

@@ -1,13 +1,9 @@
 // The router's handlers on GPUs: gathers of rows, and the selection of experts from them.
 #include "router.h"
 
-#include <mutex>
-#include <set>
-
 #include "../router_ops.h"
 #include "gather_topk.h"
 #include "handlers.h"
-#include "launch.h"
 
 namespace jax_pcie::cuda {
 namespace {
@@ -47,16 +43,7 @@ ffi::Error GatherTopk(ffi::AnyBuffer latent, ffi::AnyBuffer logits, ffi::Remaini
 // A call without a group may be the first on its device, and its kernels must be loaded before
 // another kernel waits there.
 ffi::Error LoadRoute(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return Guard([] {
-    static std::mutex mutex;
-    static auto* const loaded = new std::set<int>;  // never destroyed: threads may outlive it
-    int device = 0;
-    CheckCuda(cudaGetDevice(&device), "cudaGetDevice");
-    const std::lock_guard lock(mutex);
-    if (loaded->contains(device)) return;
-    LoadRouterKernels();
-    loaded->insert(device);
-  });
+  return Guard([] { LoadRouterKernels(); });
 }
 
 ffi::Error TopkRoute(ffi::AnyBuffer logits, ffi::RemainingArgs rest,

@@ -5,7 +5,7 @@
 
 #include "../../error.h"
 #include "../../numerics.h"
-#include "../launch.h"
+#include "../check.h"
 #include "cublaslt.h"
 #include "cublaslt_product.h"
 #include "scale_layout.h"
@@ -281,9 +281,23 @@ void RequireAligned(const void* pointer, uintptr_t alignment, const char* name) 
           ", not at a multiple of ", alignment, " bytes");
 }
 
+// A call as the library is asked for it.
+struct LibraryCall {
+  SumsPlace place;
+  std::byte* x_scales;
+  std::byte* w_scales;
+  cublaslt::Product product;
+  cublaslt::ProductPointers pointers;
+};
+
+DataType TypeOf(ElementType type) {
+  DataType found{};
+  VisitOutput(type, [&]<class Element>(DataType data_type) { found = data_type; });
+  return found;
+}
+
 template <class Problem>
-void Launch(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
-            cudaStream_t stream) {
+LibraryCall Checked(const MultiplyCall& call, void* workspace, int64_t workspace_bytes) {
   const int64_t m = call.x.rows, n = call.w.rows, k = call.num_columns;
   Require(Supports<Problem>(m, n, k), "cuBLASLt cannot multiply x [", m, ", ", k, "] by w [", n,
           ", ", k, "]");
@@ -300,13 +314,29 @@ void Launch(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
   std::byte* const x_scales = base + layout.x_scales;
   std::byte* const w_scales = base + layout.w_scales;
   void* const sums = place.in_workspace ? base + layout.sums : call.y;
-  VisitOutput(call.output, [&]<class Element>(DataType y_type) {
-    Problem::LaunchScales(call, x_scales, w_scales, stream);
-    cublaslt::Multiply(
-        {m, n, k, call.x.stride, call.w.stride, n, place.in_workspace ? DataType::kF32 : y_type,
-         Problem::kXMode, Problem::kWMode},
-        {call.x.values, x_scales, call.w.values, w_scales, sums, base + layout.scratch}, stream);
-    if (place.finish) LaunchFinish<Element>(static_cast<const float*>(sums), call, stream);
+  const DataType sums_type = place.in_workspace ? DataType::kF32 : TypeOf(call.output);
+  return {place,
+          x_scales,
+          w_scales,
+          {m, n, k, call.x.stride, call.w.stride, n, sums_type, Problem::kXMode, Problem::kWMode},
+          {call.x.values, x_scales, call.w.values, w_scales, sums, base + layout.scratch}};
+}
+
+template <class Problem>
+void PrepareCall(const MultiplyCall& call, void* workspace, int64_t workspace_bytes) {
+  const LibraryCall checked = Checked<Problem>(call, workspace, workspace_bytes);
+  cublaslt::Prepare(checked.product, checked.pointers);
+}
+
+template <class Problem>
+void LaunchCall(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
+                cudaStream_t stream) {
+  const LibraryCall checked = Checked<Problem>(call, workspace, workspace_bytes);
+  Problem::LaunchScales(call, checked.x_scales, checked.w_scales, stream);
+  cublaslt::Multiply(checked.product, checked.pointers, stream);
+  if (!checked.place.finish) return;
+  VisitOutput(call.output, [&]<class Element>(DataType) {
+    LaunchFinish<Element>(static_cast<const float*>(checked.pointers.y), call, stream);
   });
 }
 
@@ -314,8 +344,6 @@ void Launch(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
 
 bool BlockScaledAvailable(std::string* why_not) { return Available<BlockScaled>(why_not); }
 bool Mxfp8NativeAvailable(std::string* why_not) { return Available<Native>(why_not); }
-
-void PrepareCublasLt() { cublaslt::DeviceHandle(); }
 
 bool BlockScaledSupports(int64_t m, int64_t n, int64_t k) { return Supports<BlockScaled>(m, n, k); }
 bool Mxfp8NativeSupports(int64_t m, int64_t n, int64_t k) { return Supports<Native>(m, n, k); }
@@ -329,13 +357,28 @@ int64_t Mxfp8NativeWorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType o
   return WorkspaceBytes<Native>(m, n, k, output, has_bias);
 }
 
+void LoadCublasLtKernels() {
+  LoadKernel(ScalesToFloatKernel);
+  LoadKernel(SwizzleScalesKernel);
+  LoadKernel(FinishKernel<Bf16>);
+  LoadKernel(FinishKernel<F16>);
+  LoadKernel(FinishKernel<F32>);
+}
+
+void PrepareBlockScaled(const MultiplyCall& call, void* workspace, int64_t workspace_bytes) {
+  PrepareCall<BlockScaled>(call, workspace, workspace_bytes);
+}
+void PrepareMxfp8Native(const MultiplyCall& call, void* workspace, int64_t workspace_bytes) {
+  PrepareCall<Native>(call, workspace, workspace_bytes);
+}
+
 void LaunchBlockScaled(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
                        cudaStream_t stream) {
-  Launch<BlockScaled>(call, workspace, workspace_bytes, stream);
+  LaunchCall<BlockScaled>(call, workspace, workspace_bytes, stream);
 }
 void LaunchMxfp8Native(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
                        cudaStream_t stream) {
-  Launch<Native>(call, workspace, workspace_bytes, stream);
+  LaunchCall<Native>(call, workspace, workspace_bytes, stream);
 }
 
 void LaunchSwizzleScales(const Operand& operand, int64_t num_columns, uint8_t* swizzled,

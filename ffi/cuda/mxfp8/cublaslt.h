@@ -6,8 +6,8 @@
 //   Mxfp8Native   Blackwell, any scale per row and 32 columns.
 //
 // Which shapes these serve follows from the shape alone, so that a program chooses its kernel when
-// it is traced. All functions mean the current device and may be called from any thread; `Launch*`
-// neither allocates nor synchronises and may be captured.
+// it is lowered. All functions mean the current device and may be called from any thread; `Launch*`
+// may be captured, and after the `Prepare*` of its call neither allocates nor waits.
 //
 // Numbers: fp32 sums without fast accumulation, bias added in fp32, one rounding. BlockScaled
 // multiplies each partial sum of 128 columns by (x scale * w scale) in fp32, where a scale of byte
@@ -24,9 +24,6 @@ namespace jax_pcie::cuda::mxfp8 {
 bool BlockScaledAvailable(std::string* why_not);
 bool Mxfp8NativeAvailable(std::string* why_not);
 
-// Makes what the first launch would otherwise make: worth calling outside a capture.
-void PrepareCublasLt();
-
 bool BlockScaledSupports(int64_t m, int64_t n, int64_t k);
 bool Mxfp8NativeSupports(int64_t m, int64_t n, int64_t k);
 
@@ -35,6 +32,14 @@ int64_t BlockScaledWorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType o
                                   bool has_bias);
 int64_t Mxfp8NativeWorkspaceBytes(int64_t m, int64_t n, int64_t k, ElementType output,
                                   bool has_bias);
+
+// Those around the library's product.
+void LoadCublasLtKernels();
+
+// Makes the library's handle, chooses its algorithm and loads its kernel, as the call's first
+// launch would. Reads and writes none of the arrays. Once per device and shape.
+void PrepareBlockScaled(const MultiplyCall& call, void* workspace, int64_t workspace_bytes);
+void PrepareMxfp8Native(const MultiplyCall& call, void* workspace, int64_t workspace_bytes);
 
 // `workspace` is aligned to 256 bytes, values and y to 16.
 void LaunchBlockScaled(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,

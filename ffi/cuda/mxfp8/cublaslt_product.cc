@@ -3,12 +3,13 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <utility>
 
 #include "../../error.h"
-#include "../launch.h"
+#include "../check.h"
 
 namespace jax_pcie::cuda::cublaslt {
 namespace {
@@ -57,16 +58,11 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-int CurrentDevice() {
-  int device = 0;
-  CheckCuda(cudaGetDevice(&device), "cudaGetDevice");
-  return device;
-}
-
 struct Process {
   std::mutex mutex;
   std::map<int, Context*> handles;                // by device
   std::map<std::pair<int, Product>, Algo> algos;  // by device and problem
+  std::set<std::pair<int, Product>> loaded;       // those whose kernel is on the device
 };
 
 // Never destroyed: when static destructors run, the driver may be gone already.
@@ -111,6 +107,41 @@ Algo ChosenAlgo(Context* handle, const Product& product, const Descriptors& desc
   return process.algos.emplace(key, AskHeuristics(handle, product, descriptors)).first->second;
 }
 
+// The current device's, made unless there is one. May allocate device memory.
+Context* DeviceHandle() {
+  Process& process = TheProcess();
+  const Api& api = LoadedApi();
+  const std::lock_guard lock(process.mutex);
+  Context*& handle = process.handles[CurrentDevice()];
+  if (handle == nullptr) {
+    const RelaxedCapture relaxed;
+    CheckStatus(api.create(&handle), "cublasLtCreate");
+  }
+  return handle;
+}
+
+// Loads the kernels that `launch(stream)` launches: a graph of them is made, and never run.
+template <class Launch>
+void LoadCaptured(Launch&& launch) {
+  cudaStream_t made = nullptr;
+  CheckCuda(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  const Owned<CUstream_st, cudaError_t> stream(made, cudaStreamDestroy);
+  CheckCuda(cudaStreamBeginCapture(made, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
+  cudaGraph_t captured = nullptr;
+  try {
+    launch(made);
+  } catch (...) {
+    cudaStreamEndCapture(made, &captured);
+    if (captured != nullptr) cudaGraphDestroy(captured);
+    throw;
+  }
+  CheckCuda(cudaStreamEndCapture(made, &captured), "cudaStreamEndCapture");
+  const Owned<CUgraph_st, cudaError_t> graph(captured, cudaGraphDestroy);
+  cudaGraphExec_t executable = nullptr;
+  CheckCuda(cudaGraphInstantiate(&executable, captured, 0), "cudaGraphInstantiate");
+  CheckCuda(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
+}
+
 }  // namespace
 
 Descriptors::Descriptors(const Product& p, const ProductPointers& at)
@@ -133,16 +164,16 @@ Descriptors::Descriptors(const Product& p, const ProductPointers& at)
   set(DescAttribute::kBScalePointer, at.x_scales);
 }
 
-Context* DeviceHandle() {
+void Prepare(const Product& product, const ProductPointers& at) {
   Process& process = TheProcess();
-  const Api& api = LoadedApi();
-  const std::lock_guard lock(process.mutex);
-  Context*& handle = process.handles[CurrentDevice()];
-  if (handle == nullptr) {
-    const RelaxedCapture relaxed;
-    CheckStatus(api.create(&handle), "cublasLtCreate");
+  const std::pair key{CurrentDevice(), product};
+  {
+    const std::lock_guard lock(process.mutex);
+    if (process.loaded.contains(key)) return;
   }
-  return handle;
+  LoadCaptured([&](cudaStream_t stream) { Multiply(product, at, stream); });
+  const std::lock_guard lock(process.mutex);
+  process.loaded.insert(key);
 }
 
 void Multiply(const Product& product, const ProductPointers& at, cudaStream_t stream) {

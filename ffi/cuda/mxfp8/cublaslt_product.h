@@ -37,8 +37,8 @@ struct ProductPointers {
 };
 inline constexpr int64_t kScratchBytes = int64_t{32} << 20;  // what NVIDIA recommends for Hopper
 
-template <class T>
-using Owned = std::unique_ptr<T, Status (*)(T*)>;
+template <class T, class Result = Status>
+using Owned = std::unique_ptr<T, Result (*)(T*)>;
 
 struct Descriptors {
   Descriptors(const Product& product, const ProductPointers& at);
@@ -47,8 +47,9 @@ struct Descriptors {
   Owned<MatrixLayout> w, x, y;
 };
 
-// Makes the current device's handle, unless there is one. May allocate device memory.
-Context* DeviceHandle();
+// Makes the current device's handle, unless there is one, chooses the problem's algorithm and loads
+// its kernel. Runs nothing: pointers need only be aligned as those of the calls to come.
+void Prepare(const Product& product, const ProductPointers& at);
 
 // Enqueues y = x w^T. Thread-safe and capturable; a problem's first call asks the heuristics.
 void Multiply(const Product& product, const ProductPointers& at, cudaStream_t stream);

@@ -4,7 +4,7 @@
 
 #include "../../codec.h"
 #include "../../error.h"
-#include "../launch.h"
+#include "../check.h"
 #include "gemm_sm90.cuh"
 #include "gemm_sm90.h"
 #include "tensor_map.h"
@@ -28,6 +28,12 @@ void LaunchBoth(const CUtensorMap& x_map, const CUtensorMap& w_map, const GemmPa
                 int num_ctas, cudaStream_t stream) {
   LaunchKernel<DecodeF16, Output>(x_map, w_map, params, num_ctas, stream);
   LaunchKernel<DecodeBf16, Output>(x_map, w_map, params, num_ctas, stream);  // the wide tiles
+}
+
+template <class Output>
+void LoadBoth() {
+  LoadKernel(GemmSm90Kernel<DecodeF16, Output>);
+  LoadKernel(GemmSm90Kernel<DecodeBf16, Output>);
 }
 
 // Shapes without a GPU at hand: the workspace must be known when a program is lowered.
@@ -83,6 +89,13 @@ struct WorkspaceLayout {
 
 int64_t GemmSm90WorkspaceBytes(int64_t rows, int64_t num_outputs, int64_t num_columns) {
   return WorkspaceLayout::For({rows, num_outputs, num_columns}, num_columns).total_bytes;
+}
+
+void LoadGemmSm90Kernels() {
+  LoadScaleKernels();
+  LoadBoth<__nv_bfloat16>();
+  LoadBoth<__half>();
+  LoadBoth<float>();
 }
 
 void LaunchGemmSm90(const MultiplyCall& call, void* workspace, int64_t workspace_bytes,

@@ -3,7 +3,6 @@
 #include "ops.h"
 
 #include "../../ops.h"
-#include "cublaslt.h"
 #include "quantize.h"
 #include "route.h"
 
@@ -77,44 +76,74 @@ ffi::Error Quantize(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::
   });
 }
 
+struct Workspace {
+  void* address;
+  int64_t bytes;
+};
+
+// XLA aligns to 128 bytes; what has a workspace at all has room for more.
+Workspace WorkspaceOf(const ffi::RemainingRets& rest) {
+  if (rest.size() == 0) return {nullptr, 0};
+  auto buffer = *rest.get<ffi::AnyBuffer>(0);
+  const auto address = reinterpret_cast<uintptr_t>(buffer->untyped_data());
+  const int64_t skipped = -static_cast<int64_t>(address) & (kWorkspaceAlignment - 1);
+  return {static_cast<char*>(buffer->untyped_data()) + skipped,
+          static_cast<int64_t>(buffer->size_bytes()) - skipped};
+}
+
 // Arguments beyond the operands: the bias, if there is one; and the array that y aliases, if any.
+MultiplyCall CheckedMultiply(const ffi::AnyBuffer& x_values, const ffi::AnyBuffer& x_scales,
+                             const ffi::AnyBuffer& w_values, const ffi::AnyBuffer& w_scales,
+                             const ffi::RemainingArgs& rest, const ffi::AnyBuffer& y,
+                             int64_t num_tokens, bool has_bias) {
+  const int64_t num_outputs = Size(y, 1), num_columns = Size(x_values, 1);
+  Require(num_tokens <= Size(y, 0), "mxfp8: ", num_tokens, " tokens for ", Size(y, 0), " rows");
+  Require(num_columns <= Size(w_values, 1), "mxfp8: x has ", num_columns, " columns, w ",
+          Size(w_values, 1));
+  const float* bias = nullptr;
+  if (has_bias) {
+    const auto given = rest.get<ffi::BufferR1<ffi::F32>>(0);
+    Require(given.has_value() && static_cast<int64_t>(given->element_count()) == num_outputs,
+            "mxfp8: the bias must be float32 [", num_outputs, "]");
+    bias = given->typed_data();
+  }
+  return {OperandOf(x_values, x_scales, num_tokens),
+          OperandOf(w_values, w_scales, num_outputs),
+          num_columns,
+          bias,
+          y.untyped_data(),
+          ElementTypeOf(y.element_type())};
+}
+
 ffi::Error Multiply(ffi::AnyBuffer x_values, ffi::AnyBuffer x_scales, ffi::AnyBuffer w_values,
                     ffi::AnyBuffer w_scales, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                    ffi::Result<ffi::AnyBuffer> workspace, int64_t num_tokens, bool has_bias,
-                    Route route, cudaStream_t stream) {
+                    ffi::RemainingRets workspace, int64_t num_tokens, bool has_bias, Route route,
+                    cudaStream_t stream) {
   return Guard([&] {
-    const int64_t num_outputs = Size(*y, 1), num_columns = Size(x_values, 1);
-    Require(num_tokens <= Size(*y, 0), "mxfp8: ", num_tokens, " tokens for ", Size(*y, 0), " rows");
-    Require(num_columns <= Size(w_values, 1), "mxfp8: x has ", num_columns, " columns, w ",
-            Size(w_values, 1));
-    const float* bias = nullptr;
-    if (has_bias) {
-      const auto given = rest.get<ffi::BufferR1<ffi::F32>>(0);
-      Require(given.has_value() && static_cast<int64_t>(given->element_count()) == num_outputs,
-              "mxfp8: the bias must be float32 [", num_outputs, "]");
-      bias = given->typed_data();
-    }
-    const MultiplyCall call{OperandOf(x_values, x_scales, num_tokens),
-                            OperandOf(w_values, w_scales, num_outputs),
-                            num_columns,
-                            bias,
-                            y->untyped_data(),
-                            ElementTypeOf(y->element_type())};
-    // XLA aligns to 128 bytes; the workspace has room for more.
-    const auto address = reinterpret_cast<uintptr_t>(workspace->untyped_data());
-    const int64_t skipped = -static_cast<int64_t>(address) & (kWorkspaceAlignment - 1);
-    Launch(route, call, static_cast<char*>(workspace->untyped_data()) + skipped,
-           static_cast<int64_t>(workspace->size_bytes()) - skipped, stream);
+    const auto call =
+        CheckedMultiply(x_values, x_scales, w_values, w_scales, rest, *y, num_tokens, has_bias);
+    const auto [address, bytes] = WorkspaceOf(workspace);
+    Launch(route, call, address, bytes, stream);
   });
 }
 
-// The library's handle is made where no graph is being captured.
-ffi::Error InitializeMultiply(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+// Before anything of the program runs, and where no graph is being captured.
+ffi::Error PrepareMultiply(ffi::AnyBuffer x_values, ffi::AnyBuffer x_scales,
+                           ffi::AnyBuffer w_values, ffi::AnyBuffer w_scales,
+                           ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                           ffi::RemainingRets workspace, int64_t num_tokens, bool has_bias,
+                           Route route) {
   return Guard([&] {
-    const auto route = attributes.get<Route>("route");
-    Require(route.has_value(), "the call has no attribute `route`");
-    if (*route == Route::kBlockScaled || *route == Route::kNative) PrepareCublasLt();
+    LoadKernels();
+    const auto call =
+        CheckedMultiply(x_values, x_scales, w_values, w_scales, rest, *y, num_tokens, has_bias);
+    const auto [address, bytes] = WorkspaceOf(workspace);
+    Prepare(route, call, address, bytes);
   });
+}
+
+ffi::Error PrepareQuantize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return Guard([] { LoadKernels(); });
 }
 
 XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
@@ -128,31 +157,39 @@ XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kMultiply, Multiply,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // x_values
-                           .Arg<ffi::AnyBuffer>()  // x_scales
-                           .Arg<ffi::AnyBuffer>()  // w_values
-                           .Arg<ffi::AnyBuffer>()  // w_scales
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()  // y
-                           .Ret<ffi::AnyBuffer>()  // workspace
-                           .Attr<int64_t>("num_tokens")
-                           .Attr<bool>("has_bias")
-                           .Attr<Route>("route")
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kPrepareQuantize, PrepareQuantize,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+
+// Both stages of a product see its buffers and attributes.
+template <ffi::ExecutionStage kStage>
+auto BindMultiply() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Arg<ffi::AnyBuffer>()  // x_values
+      .template Arg<ffi::AnyBuffer>()  // x_scales
+      .template Arg<ffi::AnyBuffer>()  // w_values
+      .template Arg<ffi::AnyBuffer>()  // w_scales
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()  // y
+      .RemainingRets()                 // workspace
+      .template Attr<int64_t>("num_tokens")
+      .template Attr<bool>("has_bias")
+      .template Attr<Route>("route");
+}
 
 XLA_FFI_DEFINE_HANDLER(
-    kInitializeMultiply, InitializeMultiply,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+    kMultiply, Multiply,
+    BindMultiply<ffi::ExecutionStage::kExecute>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kPrepareMultiply, PrepareMultiply,
+                       BindMultiply<ffi::ExecutionStage::kInitialize>());
 
 }  // namespace
 
 Targets OpTargets() {
-  return {
-      {"jax_pcie.mxfp8_quantize", {{"execute", kQuantize}}},
-      {"jax_pcie.mxfp8_multiply", {{"initialize", kInitializeMultiply}, {"execute", kMultiply}}}};
+  return {{"jax_pcie.mxfp8_quantize", {{"initialize", kPrepareQuantize}, {"execute", kQuantize}}},
+          {"jax_pcie.mxfp8_multiply", {{"initialize", kPrepareMultiply}, {"execute", kMultiply}}}};
 }
 
 void DefineRoute(nb::module_& m) {
@@ -164,8 +201,10 @@ void DefineRoute(nb::module_& m) {
             compute_capability,
             {num_tokens, num_outputs, num_columns, static_cast<ElementType>(output), has_bias},
             scale_group);
-        return nb::make_tuple(static_cast<int32_t>(choice.route),
-                              choice.workspace_bytes + kWorkspaceAlignment, choice.reason);
+        // Room to align it.
+        const int64_t bytes =
+            choice.workspace_bytes > 0 ? choice.workspace_bytes + kWorkspaceAlignment : 0;
+        return nb::make_tuple(static_cast<int32_t>(choice.route), bytes, choice.reason);
       },
       nb::arg("compute_capability"), nb::arg("num_tokens"), nb::arg("num_outputs"),
       nb::arg("num_columns"), nb::kw_only(), nb::arg("scale_group"), nb::arg("output"),

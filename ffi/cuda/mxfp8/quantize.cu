@@ -3,9 +3,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "../../codec.h"
 #include "../../error.h"
-#include "../launch.h"
+#include "../check.h"
 #include "../ptx_sm90.cuh"
 #include "quantize.h"
 
@@ -161,6 +163,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class Input>
+void LoadInput() {
+  LoadKernel(QuantizeKernel<Input, kGroup, 1>);
+  LoadKernel(QuantizeKernel<Input, kGroup, 4>);
+  LoadKernel(QuantizeKernel<Input, kTile, 1>);
+  LoadKernel(QuantizeKernel<Input, kTile, 4>);
+}
+
 template <class Input, int kScaleGroup>
 void LaunchGroup(const QuantizeCall& call, cudaStream_t stream) {
   const auto launch = [&]<int kUnits>() {
@@ -192,8 +202,25 @@ void LaunchInput(const QuantizeCall& call, cudaStream_t stream) {
 
 }  // namespace
 
+void LoadQuantizeKernels() {
+  LoadInput<__nv_bfloat16>();
+  LoadInput<__half>();
+  LoadInput<float>();
+}
+
 void LaunchQuantize(const QuantizeCall& call, cudaStream_t stream) {
   if (call.rows == 0 || call.columns == 0) return;
+  Require(call.scale_group == kGroup || call.scale_group == kTile, "a scale group of ",
+          call.scale_group, " columns is not one of ", kGroup, " and ", kTile);
+  // (A column in device memory is checked where it is computed.)
+  const int64_t first_column = std::max<int64_t>(call.first_column, 0);
+  Require((call.columns | call.stride | first_column) % kGroup == 0, "a slice of ", call.columns,
+          " columns at column ", first_column, " of ", call.stride, " is not of whole groups of ",
+          kGroup);
+  const auto addresses =
+      reinterpret_cast<uintptr_t>(call.x) | reinterpret_cast<uintptr_t>(call.values);
+  Require(addresses % 16 == 0, "an MXFP8 array at ", call.x, " or ", call.values,
+          " is not aligned to 16 bytes");
   switch (call.input) {
     case ElementType::kBf16:
       return LaunchInput<__nv_bfloat16>(call, stream);

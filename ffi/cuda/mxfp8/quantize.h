@@ -21,6 +21,8 @@ struct QuantizeCall {
   const int32_t* device_column;  // the column, or ~column to make the scales NaN; null if not used
 };
 
+void LoadQuantizeKernels();
+
 void LaunchQuantize(const QuantizeCall& call, cudaStream_t stream);
 
 }  // namespace jax_pcie::cuda::mxfp8

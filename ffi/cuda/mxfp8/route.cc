@@ -2,8 +2,10 @@
 #include "route.h"
 
 #include "../../error.h"
+#include "../check.h"
 #include "cublaslt.h"
 #include "gemm_sm90.h"
+#include "quantize.h"
 #include "small.h"
 
 namespace jax_pcie::cuda::mxfp8 {
@@ -46,6 +48,25 @@ Choice ChooseRoute(int compute_capability, const Shape& shape, int scale_group) 
   return {Route::kNone, 0,
           Concat("no kernel for compute capability ", compute_capability / 10, ".",
                  compute_capability % 10)};
+}
+
+void LoadKernels() {
+  static auto& once = *new OncePerDevice;
+  once([] {
+    int major = 0;
+    CheckCuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, CurrentDevice()),
+              "cudaDeviceGetAttribute");
+    LoadQuantizeKernels();
+    LoadCublasLtKernels();
+    if (major != kHopper / 10) return;
+    LoadGemmSm90Kernels();
+    LoadSmallKernels();
+  });
+}
+
+void Prepare(Route route, const MultiplyCall& call, void* workspace, int64_t workspace_bytes) {
+  if (route == Route::kBlockScaled) PrepareBlockScaled(call, workspace, workspace_bytes);
+  if (route == Route::kNative) PrepareMxfp8Native(call, workspace, workspace_bytes);
 }
 
 void Launch(Route route, const MultiplyCall& call, void* workspace, int64_t workspace_bytes,

@@ -1,5 +1,5 @@
 // Which kernel serves a product: a function of its shape and the GPU, so that programs decide when
-// they are traced, and what users are told is what runs.
+// they are lowered, and what users are told is what runs.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,13 @@ struct Choice {
 
 // `compute_capability` is major * 10 + minor.
 Choice ChooseRoute(int compute_capability, const Shape& shape, int scale_group);
+
+// Once per device: loads every kernel of the staged linear that can run on it.
+void LoadKernels();
+
+// Does what the first `Launch` of a call would wait for: chooses and loads a library's kernel.
+// Neither reads nor writes the call's arrays.
+void Prepare(Route route, const MultiplyCall& call, void* workspace, int64_t workspace_bytes);
 
 void Launch(Route route, const MultiplyCall& call, void* workspace, int64_t workspace_bytes,
             cudaStream_t stream);

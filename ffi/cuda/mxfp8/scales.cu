@@ -4,7 +4,7 @@
 #include <cuda_pipeline.h>
 
 #include "../../codec.h"
-#include "../launch.h"
+#include "../check.h"
 #include "scales.h"
 
 namespace jax_pcie::cuda::mxfp8 {
@@ -239,6 +239,8 @@ PreparedScales PreparedScales::At(void* workspace, int64_t rows, int64_t num_col
   return {reinterpret_cast<uint32_t*>(bytes), reinterpret_cast<uint16_t*>(bytes + references),
           reinterpret_cast<RowClass*>(bytes + classes), rows};
 }
+
+void LoadScaleKernels() { LoadKernel(PrepareScalesKernel); }
 
 void LaunchPrepareScales(const Operand& x, const PreparedScales& prepared_x, const Operand& w,
                          const PreparedScales& prepared_w, int64_t num_columns, uint32_t* flags,

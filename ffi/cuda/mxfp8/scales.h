@@ -67,6 +67,8 @@ struct PreparedScales {
   static PreparedScales At(void* workspace, int64_t rows, int64_t num_columns);
 };
 
+void LoadScaleKernels();
+
 // Also sets `num_flags` flags to 0.
 void LaunchPrepareScales(const Operand& x, const PreparedScales& prepared_x, const Operand& w,
                          const PreparedScales& prepared_w, int64_t num_columns, uint32_t* flags,

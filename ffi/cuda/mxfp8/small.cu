@@ -1,7 +1,7 @@
 // Launches of products of few tokens: the table of forms, and what each is given.
 #include "../../codec.h"
 #include "../../error.h"
-#include "../launch.h"
+#include "../check.h"
 #include "small.h"
 #include "small_sm90.cuh"
 #include "tensor_map.h"
@@ -84,28 +84,24 @@ void LaunchSmallForm(const MultiplyCall& call, cudaStream_t stream) {
   SmallPlan::For<Form>(call).template Launch<Form>(SmallKernel<Form>, stream);
 }
 
+// Few outputs are spread over more CTAs, in clusters of four.
+constexpr int64_t kFewOutputs = 28 * 64, kSomeOutputs = 28 * 128;
+
 template <int kTokens, class Visitor>
 void VisitRows(int64_t num_outputs, Visitor&& visit) {
-  // Few outputs are spread over more CTAs, in clusters of four. Two consumer warpgroups that take
-  // turns wait less than two that share a stage: 17.7 us and 20.0 us at N = K = 7168.
-  if (num_outputs <= 28 * 64) {
-    visit.template operator()<SmallForm<kTokens, 1, 2, 1, 4>>();
-  } else if (num_outputs <= 28 * 128) {
-    visit.template operator()<SmallForm<kTokens, 1, 2, 2, 4>>();
-  } else {
-    visit.template operator()<SmallForm<kTokens, 1, 2, 2, 2>>();
-  }
+  if (num_outputs <= kFewOutputs) return visit.template operator()<SmallForm<kTokens, 1, 4>>();
+  if (num_outputs <= kSomeOutputs) return visit.template operator()<SmallForm<kTokens, 2, 4>>();
+  visit.template operator()<SmallForm<kTokens, 2, 2>>();
 }
 
 // Which form multiplies how many tokens. How the columns are shared out does not depend on their
 // number, so neither do a token's bits.
 template <class Visitor>
-void VisitForm(const MultiplyCall& call, Visitor&& visit) {
-  const int64_t num_tokens = call.x.rows;
-  if (num_tokens <= 8) return VisitRows<8>(call.w.rows, visit);
-  if (num_tokens <= 16) return VisitRows<16>(call.w.rows, visit);
-  if (num_tokens <= 32) return VisitRows<32>(call.w.rows, visit);
-  return VisitRows<64>(call.w.rows, visit);
+void VisitForm(int64_t num_tokens, int64_t num_outputs, Visitor&& visit) {
+  if (num_tokens <= 8) return VisitRows<8>(num_outputs, visit);
+  if (num_tokens <= 16) return VisitRows<16>(num_outputs, visit);
+  if (num_tokens <= 32) return VisitRows<32>(num_outputs, visit);
+  return VisitRows<64>(num_outputs, visit);
 }
 
 constexpr int64_t kMaxExtent = int64_t{1} << 28;  // of 32-bit index arithmetic
@@ -118,6 +114,14 @@ bool SmallSupports(int64_t num_tokens, int64_t num_outputs, int64_t num_columns)
          num_columns % kGroup == 0;
 }
 
+void LoadSmallKernels() {
+  for (const int64_t num_tokens : {8, 16, 32, 64}) {
+    for (const int64_t num_outputs : {kFewOutputs, kSomeOutputs, kSomeOutputs + 1}) {
+      VisitForm(num_tokens, num_outputs, [&]<class Form>() { LoadKernel(SmallKernel<Form>); });
+    }
+  }
+}
+
 void LaunchSmall(const MultiplyCall& call, cudaStream_t stream) {
   for (const Operand& operand : {call.x, call.w}) {
     Require(operand.stride % kGroup == 0 && operand.stride <= kMaxExtent &&
@@ -125,7 +129,7 @@ void LaunchSmall(const MultiplyCall& call, cudaStream_t stream) {
             "an MXFP8 operand of stride ", operand.stride,
             " is too wide for few tokens, or not aligned to 16 bytes");
   }
-  VisitForm(call, [&]<class Form>() { LaunchSmallForm<Form>(call, stream); });
+  VisitForm(call.x.rows, call.w.rows, [&]<class Form>() { LaunchSmallForm<Form>(call, stream); });
 }
 
 }  // namespace jax_pcie::cuda::mxfp8

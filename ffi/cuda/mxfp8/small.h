@@ -16,6 +16,8 @@ inline constexpr int64_t kMaxSmallTokens = 64;
 // Whether the kernels for few tokens can compute a product of this shape.
 bool SmallSupports(int64_t num_tokens, int64_t num_outputs, int64_t num_columns);
 
+void LoadSmallKernels();
+
 // Computes `call` on `stream`. The same call gives the same bits each time, and a row of y depends
 // on its own row of x alone; rows of x behind M are never read.
 void LaunchSmall(const MultiplyCall& call, cudaStream_t stream);

@@ -60,14 +60,14 @@ __device__ __forceinline__ bool IsFar(uint32_t state) {
 template <class Form>
 __device__ __forceinline__ float4 SumTurns(const SmallMap<Form>& shared, int token, int row) {
   const uint32_t from = shared.sums() + (token * Form::kSumsPitch + row) * 4;
-  uint4 parts[Form::kColumnGroups];
+  uint4 parts[Form::kTurns];
 #pragma unroll
-  for (int turn = 0; turn < Form::kColumnGroups; ++turn) {
+  for (int turn = 0; turn < Form::kTurns; ++turn) {
     parts[turn] = ptx::LoadShared128(from + turn * (Form::kTokens * Form::kSumsPitch * 4));
   }
   float4 sum = AsFloats(parts[0]);
 #pragma unroll
-  for (int turn = 1; turn < Form::kColumnGroups; ++turn) sum = Sum(sum, AsFloats(parts[turn]));
+  for (int turn = 1; turn < Form::kTurns; ++turn) sum = Sum(sum, AsFloats(parts[turn]));
   return sum;
 }
 

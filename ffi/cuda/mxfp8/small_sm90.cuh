@@ -37,11 +37,11 @@ __device__ __forceinline__ void InitSmallBarriers(const SmallMap<Form>& shared, 
   if (lane < Form::kStages) {
     ptx::MbarrierInit(shared.w_full(lane), 1);
     ptx::MbarrierInit(shared.x_full(lane), 1);
-    ptx::MbarrierInit(shared.empty(lane), 4 * Form::kRowGroups + Form::kDecoderWarps);
+    ptx::MbarrierInit(shared.empty(lane), 4 + Form::kDecoderWarps);
   }
   if (lane < Form::kDecodedStages) {
     ptx::MbarrierInit(shared.decoded_full(lane), Form::kDecoderWarps);
-    ptx::MbarrierInit(shared.decoded_empty(lane), 4 * Form::kRowGroups);
+    ptx::MbarrierInit(shared.decoded_empty(lane), 4);
   }
   if (lane == 31) {
     ptx::MbarrierInit(shared.inbox_full(), 1);
@@ -262,14 +262,12 @@ __device__ __forceinline__ void Multiply(const SmallMap<Form>& shared, const Sma
                                          const SmallWork<Form>& work, int thread) {
   constexpr int kBlocks = Form::kBlocks, kThreadRows = 2 * kBlocks;
   constexpr int kBatchSteps = 4 / kBlocks;  // k16 steps between two waits: four products
-  constexpr int kTurns = Form::kColumnGroups;
-  const int group = thread / 128;
-  const int turn = group / Form::kRowGroups;
+  constexpr int kTurns = Form::kTurns;
+  const int turn = thread / 128;
   const uint32_t lane = ptx::Kept(thread % 32);
   const uint32_t q = lane % 4;
   // Row i of this thread: block i / 2, upper or lower half of its 16.
-  const uint32_t first_row =
-      ptx::Kept(thread / 32 % 4 * 16 + group % Form::kRowGroups * (64 * kBlocks) + lane / 4);
+  const uint32_t first_row = ptx::Kept(thread / 32 % 4 * 16 + lane / 4);
   auto row_of = [&](int i) { return i / 2 * 64 + i % 2 * 8; };  // from the first
   const uint32_t chunk = ptx::Kept(first_row * kTile + ((2 * q) ^ (first_row % 8)) * 16);
   const uint32_t first_field =

@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../../error.h"
-#include "../launch.h"
+#include "../check.h"
 
 namespace jax_pcie::cuda::mxfp8 {
 namespace {
