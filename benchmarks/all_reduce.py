@@ -87,7 +87,7 @@ def count_wrong(
     return int(differ), int(wrong)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", type=_bytes, default=None)
     parser.add_argument("--modes", nargs="+", default=list(jax_pcie.MODES))
@@ -119,13 +119,14 @@ def main() -> None:
             arms[mode] = partial(jax_pcie.all_reduce, group=group, wire=mode)
         for size in sizes:
             rows += _measure(mesh, group, arms, size, n, options)
+    verdict = "pass" if not any(r["differ"] or r["wrong"] for r in rows) else "FAIL"
+    print(f"# {verdict}")
     if options.receipt:
-        verdict = "pass" if not any(r["differ"] or r["wrong"] for r in rows) else "FAIL"
         harness.write_receipt(
             options.receipt,
             {**facts, "link_gbps": options.link_gbps, "verdict": verdict, "rows": rows},
         )
-        print(f"# {verdict}; receipt: {options.receipt}")
+    return 0 if verdict == "pass" else 1
 
 
 def _measure(
@@ -189,4 +190,4 @@ def _measure(
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

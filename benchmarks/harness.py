@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -43,10 +44,11 @@ def _checksum(path: pathlib.Path) -> str:
 def _link() -> str:
     """How the first two GPUs are connected, as `nvidia-smi topo` names it."""
     rows = [line.split() for line in _run("nvidia-smi", "topo", "-m").splitlines()]
+    names = [name for row in rows for name in row if name.startswith("GPU")]
     for row in rows:
-        if row and row[0] == "GPU0" and len(row) > 2:
+        if row and row[0] == "GPU0" and "GPU1" in names:
             return row[2]
-    return "unknown"
+    return "none"
 
 
 def facts() -> dict[str, Any]:
@@ -60,7 +62,8 @@ def facts() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    native = sorted((ROOT / "jax_pcie").glob("_c*.so"))
+    package = importlib.util.find_spec("jax_pcie").submodule_search_locations[0]
+    native = sorted(pathlib.Path(package).glob("_c*.so"))
     return {
         "command": " ".join([pathlib.Path(sys.executable).name, *sys.argv]),
         # On a machine that has the files without their history, the caller names it.

@@ -9,6 +9,7 @@ output equals that of the same layer in plain JAX on one device. Runs anywhere:
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 
 import jax
@@ -115,4 +116,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -9,6 +9,7 @@ wide bf16 array. Runs anywhere, larger on a GPU:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
 from collections.abc import Callable
@@ -170,4 +171,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -8,9 +8,8 @@
 #pragma once
 
 #include <concepts>
-#include <type_traits>
-#include <utility>
 
+#include "error.h"
 #include "numerics.h"
 
 namespace jax_pcie {
@@ -200,9 +199,9 @@ decltype(auto) VisitCodec(CodecId id, Body&& body) {
     case CodecId::kMxfp8:
       return body.template operator()<Mxfp8>();
     case CodecId::kRaw:
-      break;
+      return body.template operator()<Raw<Element>>();
   }
-  return body.template operator()<Raw<Element>>();
+  throw Error(Concat("codec ", int(id), " is not known"));
 }
 
 }  // namespace jax_pcie

@@ -1,6 +1,6 @@
 // What the platforms' Python modules share: capsules of handlers, version facts, error translation.
 //
-// Only this file and the `module.cc` files see nanobind.
+// Only this file and its includers see nanobind.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -74,7 +74,8 @@ inline void TranslateErrors(nb::module_& m) {
   });
 }
 
-// The life of a group: `Group` has a constructor from options, `RequireUsable` and `Close`.
+// The life of a group: `Group` has a constructor from options, `RequireUsable`, `RequireClosable`
+// and `Close`. All of it can wait for threads that want the interpreter's lock.
 template <class Group>
 void DefineGroupLifetime(nb::module_& m) {
   using Slices = std::vector<std::vector<int64_t>>;
@@ -89,7 +90,9 @@ void DefineGroupLifetime(nb::module_& m) {
       },
       nb::kw_only(), nb::arg("name"), nb::arg("slices"), nb::arg("max_bytes"), nb::arg("timeout_s"),
       nb::arg("first_generation"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("check_group", [](int64_t id) { Groups::Instance().Find(id)->RequireUsable(); });
+  m.def(
+      "check_group", [](int64_t id) { Groups::Instance().Find(id)->RequireUsable(); },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close_group",
       [](int64_t id) {

@@ -1,6 +1,6 @@
 // FFI ops: what a custom call's buffers and attributes must be, checked once and turned into types.
 //
-// This file and the platforms' `module.cc` are the only ones that see `xla/ffi`. An op looks up,
+// Only this file and its includers see `xla/ffi`. An op looks up,
 // checks and calls; it contains no algorithm. Errors are exceptions inside and a status outside.
 #pragma once
 

@@ -1,15 +1,14 @@
 // What every peer group has, whatever its platform: who its members are, and an id in a registry.
 //
 // The id is what compiled programs carry: never a pointer, and never used again, so that a program
-// compiled for a closed group fails instead of reaching a newer one. The registry is the library's
-// only global. Mailboxes belong to the platform's group (`cpu/group.h`, `cuda/group.h`).
+// compiled for a closed group fails instead of reaching a newer one. Mailboxes belong to the
+// platform's group (`cpu/group.h`, `cuda/group.h`).
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -95,11 +94,13 @@ class Registry {
     throw Error(Concat("there is no peer group ", id, " in this process"));
   }
 
-  // Takes the group out, so that later calls fail; null if it was closed before.
+  // Takes the group out, so that later calls fail; null if it was closed before. Throws, and leaves
+  // it in, where it cannot be closed.
   std::shared_ptr<Group> Remove(int64_t id) {
     std::lock_guard lock(mutex_);
     const auto found = groups_.find(id);
     if (found == groups_.end()) return nullptr;
+    found->second->RequireClosable();
     std::shared_ptr<Group> group = std::move(found->second);
     groups_.erase(found);
     return group;

@@ -60,6 +60,7 @@ inline RouteCall CheckedRoute(const ffi::AnyBuffer& logits, int parts,
           ", not 2");
   const int64_t num_rows = logits.dimensions()[0];
   const int64_t num_experts = logits.dimensions()[1] * parts;
+  Require(num_rows > 0, "there are no rows of logits");
   Require(num_experts <= INT32_MAX / 2, num_experts, " experts are too many");
   RouteRule rule{static_cast<int>(num_experts),
                  Attribute<int32_t>(attributes, "k"),

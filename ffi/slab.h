@@ -1,11 +1,11 @@
-// Where everything lies in one rank's slab: the only arithmetic on mailbox offsets.
+// Where everything lies in one rank's slab.
 //
 // A *channel* is one CTA of the fused kernel; it has inboxes, flags and a tick counter of its own,
 // so that no two CTAs ever share a word. A *lane* is one inbox (`topology.h`), a *slot* one of the
 // records that an inbox holds in turn. Ring and all-to-all have separate regions: within one,
 // having seen a peer's flags proves that its older slots are free again, and a mixture would break
 // that. Packets (small messages that carry their flag with them, `cuda/packets.cuh`) have a region
-// that never holds anything else, on top of `max_bytes`: 16 KiB a channel.
+// that never holds anything else, on top of `max_bytes`: at most 16 KiB a channel.
 #pragma once
 
 #include <algorithm>
@@ -40,9 +40,8 @@ constexpr int kUnitValues = 1024;
 
 // Slots per inbox: how many pieces must pass before a slot is free again, with no acknowledgement.
 // In iteration t a CTA does step s on piece t - s, and flags follow all steps but the last.
-// - All-to-all, 3: before phase 0 of piece p this rank finished p - 3, for which it saw every
-// peer's
-//   phase 1, so they had read its phase 0. Before phase 1 of p it saw every peer's phase 0 of p,
+// - All-to-all, 3: before phase 0 of piece p this rank finished p - 3, for which it saw phase 1 of
+//   every peer, so they had read its phase 0. Before phase 1 of p it saw every peer's phase 0 of p,
 //   which they flag after finishing p - 3 themselves.
 // - Ring, n + 1: hop h of piece p overwrites what the next rank reads in its step h + 1 on piece
 //   p - n - 1. If h >= n - 1, the record that this rank forwards has come from that very rank n - 1
@@ -72,6 +71,7 @@ struct SlabLayout {
                         int64_t wanted_slot_bytes) {
     SlabLayout layout = {};
     layout.num_lanes = Ring<Int8, Int8>::NumLanes(world_size);
+    Require(AllToAll<Int8>::NumLanes(world_size) == layout.num_lanes, "regions differ in lanes");
     layout.lane_bytes = LanePackets(world_size) * kPacketBytes;
     const int64_t slots_per_channel =
         int64_t{layout.num_lanes} *

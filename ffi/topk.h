@@ -42,6 +42,8 @@ struct RouteRule {
     Require(num_chosen >= 1 && num_chosen <= kMaxChosen && num_chosen <= num_experts, "k is ",
             num_chosen, "; it must be from 1 to ", kMaxChosen, " and at most the ", num_experts,
             " experts");
+    Require(scoring == Scoring::kSigmoid || scoring == Scoring::kSoftmax, "scoring ", int(scoring),
+            " is not known");
     Require(num_groups >= 1 && num_experts % num_groups == 0, num_experts, " experts do not make ",
             num_groups, " equal groups");
     Require(num_kept_groups >= 1 && num_kept_groups <= num_groups, "topk_group is ",

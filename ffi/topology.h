@@ -12,6 +12,7 @@
 //   Decode<Codec>(lane, shard, route)                 record -> own output (and on, as it is)
 #pragma once
 
+#include "error.h"
 #include "numerics.h"
 
 namespace jax_pcie {
@@ -111,9 +112,9 @@ decltype(auto) VisitTopology(TopologyId id, Body&& body) {
     case TopologyId::kAllGather:
       return body.template operator()<Ring<RawCodec, Codec>>();
     case TopologyId::kRing:
-      break;
+      return body.template operator()<Ring<Codec, Codec>>();
   }
-  return body.template operator()<Ring<Codec, Codec>>();
+  throw Error(Concat("topology ", int(id), " is not known"));
 }
 
 // Values per shard of an array of `count` values: n equal spans, cut where blocks are cut.

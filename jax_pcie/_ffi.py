@@ -1,8 +1,8 @@
 """The native modules and everything that depends on JAX's version.
 
-Imports the CPU module (always) and the CUDA module (if it was built), registers their
-FFI targets when the first group of a platform is made, and hides what JAX versions name
-differently. Importing this touches no device.
+Imports the CPU module, and the CUDA module (if it was built) once it is needed;
+registers their FFI targets then; and hides what JAX versions name differently.
+Importing this touches no device.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def has_native_module(platform: str) -> bool:
 def native_module(platform: str) -> ModuleType:
     """The platform's module with its targets registered.
 
-    Called when a group is made: registering a state type before the backend exists
-    would take the CPU backend down, and a mesh proves that it exists.
+    Called when a group is made and when a program is lowered, never before: registering
+    a state type before the backend exists would take the CPU backend down.
     """
     name = _MODULE_NAMES.get(platform)
     if name is None:
@@ -146,15 +146,12 @@ def platform_of(device: jax.Device) -> str:
 def varying_axes(x: Any) -> frozenset[str]:  # noqa: ANN401
     """The manual axes over which an array or an abstract value varies."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset(manual.varying if manual is not None else aval.vma)
+    return frozenset(aval.manual_axis_type.varying)
 
 
 def without_varying_axis(aval: Any, axis: str) -> Any:  # noqa: ANN401
     """`aval` as a reduction over `axis` types it: equal on all ranks of `axis`."""
-    manual = getattr(aval, "manual_axis_type", None)
-    if manual is None:
-        return aval.update(vma=aval.vma - {axis})
+    manual = aval.manual_axis_type
     return aval.update(manual_axis_type=manual.update(varying=manual.varying - {axis}))
 
 
@@ -255,13 +252,13 @@ def lower_in_order(target: str, ctx: Any, *operands: Any, **attributes: Any) -> 
     return list(results)[:-1]
 
 
-# --- Expert selection.
+# --- Expert selection
 
 MAX_FUSED_EXPERTS: int = _cpu.max_fused_experts
 MAX_CHOSEN: int = _cpu.max_chosen_experts
 
 
-# --- The codecs on their own.
+# --- The wire
 
 
 def wire_bytes(

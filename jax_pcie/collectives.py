@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jax_pcie import _ffi
+from jax_pcie.checks import as_array, check_dtype
 from jax_pcie.group import (
     MAX_WORLD_SIZE,
     PeerGroup,
-    check_dtype,
     device_ids,
     same_slices,
 )
@@ -36,6 +35,7 @@ def all_reduce(
     *,
     wire: str | WireMode | None = None,
     grad_wire: str | WireMode | None = None,
+    axis_index_groups: None = None,
 ) -> Tree:
     """Sums `x` over `group`, compressed on the wire: ``y = decode(encode(sum_r x_r))``.
 
@@ -50,6 +50,7 @@ def all_reduce(
         wire: wire mode such as ``"i8_ring"``; default the group's.
         grad_wire: wire mode of the all-reduce that the gradient may need (only with
             ``check_vma=False``, as for `psum`); default `wire`.
+        axis_index_groups: not implemented; for the sake of who knows `psum`.
 
     Returns:
         ``y`` like `x`, bit-identical on all ranks, no longer varying over the axis.
@@ -61,6 +62,7 @@ def all_reduce(
         PcieError: the group is closed. A peer that does not answer within
             ``group.timeout_s`` fails the program and the group; ``group.check()`` says
             why.
+        NotImplementedError: `axis_index_groups` is given.
 
     Source: ring all-reduce, Patarasuk and Yuan 2009.
 
@@ -68,13 +70,13 @@ def all_reduce(
         >>> f = jax.shard_map(lambda x, w: all_reduce(x @ w, group, wire="mx_ring"),
         ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp", None)), out_specs=P())
     """
-    if not isinstance(group, PeerGroup):
-        raise TypeError(f"group must be a PeerGroup, not {group!r}")
+    if axis_index_groups is not None:
+        raise NotImplementedError(
+            "all_reduce: axis_index_groups: make a group of the mesh axis to sum over"
+        )
+    check_group("all_reduce", group)
     mode = group.resolve_wire(wire)
     grad_mode = mode if grad_wire is None else WireMode.parse(grad_wire)
-    group.require_usable()
-    require_manual_axis(group, "all_reduce")
-    group.in_use = True
     return jax.tree.map(lambda leaf: _all_reduce(leaf, group, mode, grad_mode), x)
 
 
@@ -84,7 +86,7 @@ def _all_reduce(
     mode: WireMode,
     grad_mode: WireMode,
 ) -> Array:
-    x = jnp.asarray(x)
+    x = as_array("all_reduce", "x", x)
     check_dtype("all_reduce", x.dtype)
     if group.world_size > MAX_WORLD_SIZE:
         return jax.lax.psum(x, group.axis)
@@ -94,6 +96,15 @@ def _all_reduce(
     return all_reduce_p.bind(
         x, group=group, mode=mode, grad_mode=grad_mode, checked=checked
     )
+
+
+def check_group(op: str, group: PeerGroup) -> None:
+    """Raises unless `group` can be used in the `shard_map` that is being traced."""
+    if not isinstance(group, PeerGroup):
+        raise TypeError(f"{op}: group must be a PeerGroup, not {group!r}")
+    group.require_usable()
+    require_manual_axis(group, op)
+    group.in_use = True
 
 
 def require_manual_axis(group: PeerGroup, op: str) -> None:

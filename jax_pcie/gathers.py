@@ -6,7 +6,8 @@ gathers. Bytes are moved as they are, NaN payloads included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
+from jax.typing import ArrayLike
 
 from jax_pcie import _ffi
+from jax_pcie.checks import as_array, check_movable
 from jax_pcie.collectives import (
+    check_group,
     require_another_axis,
-    require_manual_axis,
     require_program_of_group,
 )
 from jax_pcie.group import PeerGroup
@@ -63,10 +66,10 @@ def all_gather_pair(
         ...     in_specs=P(None, "tp"), out_specs=P(None), check_vma=False)
     """
     op = "all_gather_pair"
-    arrays = {"first": first, "second": second}
-    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
-    for name, x in arrays.items():
-        check_array(op, name, x, rank=2)
+    arrays = {
+        name: check_array(op, name, x, rank=2)
+        for name, x in {"first": first, "second": second}.items()
+    }
     check_same_rows(op, arrays)
     return tuple(_gather(list(arrays.values()), group, op, to))
 
@@ -91,31 +94,19 @@ def all_gather_heads(x: Array, group: PeerGroup, *, to: str = "varying") -> Arra
         >>> f = jax.shard_map(lambda x: all_gather_heads(x, group, to="invarying"),
         ...     mesh=mesh, in_specs=P(None, "tp"), out_specs=P())
     """
-    x = jnp.asarray(x)
-    check_array("all_gather_heads", "x", x, rank=3)
+    x = check_array("all_gather_heads", "x", x, rank=3)
     return _gather([x], group, "all_gather_heads", to)[0]
 
 
-def check_array(op: str, name: str, x: Array, rank: int) -> None:
-    """Raises unless `x` has `rank` axes and elements of 1, 2 or 4 whole bytes."""
+def check_array(op: str, name: str, x: ArrayLike, rank: int) -> Array:
+    """`x`, if it has `rank` axes and elements of 1, 2 or 4 whole bytes."""
+    if isinstance(x, np.ndarray):
+        check_movable(op, name, x.dtype)  # before JAX narrows it
+    x = as_array(op, name, x)
     check_movable(op, name, x.dtype)
     if x.ndim != rank:
         raise ValueError(f"{op}: {name} has shape {x.shape}; it must have {rank} axes")
-
-
-def check_movable(op: str, name: str, dtype: Any) -> None:  # noqa: ANN401
-    """Raises unless elements of `dtype` are 1, 2 or 4 whole bytes."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"{op}: {name} has dtype {dtype}; it must be of plain numbers")
-    dtype = np.dtype(dtype)
-    packed = dtype.name in ("int1", "uint1", "int2", "uint2", "int4", "uint4")
-    if packed or dtype.name.startswith(("float4", "float6")):
-        raise TypeError(f"{op}: {name} has dtype {dtype.name}, less than a byte")
-    if dtype.itemsize not in (1, 2, 4):
-        raise TypeError(
-            f"{op}: {name} has dtype {dtype.name} of {dtype.itemsize} bytes; elements "
-            "of 1, 2 and 4 bytes can be gathered"
-        )
+    return x
 
 
 def check_same_rows(op: str, arrays: dict[str, Array]) -> None:
@@ -123,15 +114,6 @@ def check_same_rows(op: str, arrays: dict[str, Array]) -> None:
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{name} has {num}" for name, num in rows.items())
         raise ValueError(f"{op}: {listed} rows; they must have equally many")
-
-
-def check_group(op: str, group: PeerGroup) -> None:
-    """Raises unless `group` can be used in the `shard_map` that is being traced."""
-    if not isinstance(group, PeerGroup):
-        raise TypeError(f"group must be a PeerGroup, not {group!r}")
-    group.require_usable()
-    require_manual_axis(group, op)
-    group.in_use = True
 
 
 def gather_in_lax(x: Array, group: PeerGroup, to: str) -> Array:
@@ -149,19 +131,35 @@ def _gather(arrays: list[Array], group: PeerGroup, op: str, to: str) -> list[Arr
 
     invariant = checked and to == "invarying"
 
+    if group.uses_peers:
+        gather = partial(gather_p.bind, group=group, op=op, invariant=invariant)
+    else:
+        gather = partial(_gather_in_lax, group=group, to=to)
+    return _gather_full(gather, arrays, group, invariant)
+
+
+def _gather_in_lax(*arrays: Array, group: PeerGroup, to: str) -> list[Array]:
+    return [gather_in_lax(x, group, to) for x in arrays]
+
+
+def _gather_full(
+    gather: Callable[..., list[Array]],
+    arrays: list[Array],
+    group: PeerGroup,
+    invariant: bool,
+) -> list[Array]:
+    """`gather` of the arrays that have elements, and the others' empty results.
+
+    Compilers trip over empty operands, and lax refuses to gather them.
+    """
+
     def empty(x: Array) -> Array:
-        # (compilers trip over empty operands, and lax refuses to gather them)
+        axes = _ffi.varying_axes(x) - ({group.axis} if invariant else set())
         y = jnp.zeros(widened(x.shape, group.world_size), x.dtype)
-        return y if invariant else _ffi.vary_alike(y, *_ffi.varying_axes(x))
+        return _ffi.vary_alike(y, *axes)
 
     full = [x for x in arrays if x.size]
-    if not group.uses_peers:
-        gathered = [gather_in_lax(x, group, to) for x in full]
-    elif full:
-        gathered = gather_p.bind(*full, group=group, op=op, invariant=invariant)
-    else:
-        gathered = []
-    results = iter(gathered)
+    results = iter(gather(*full) if full else [])
     return [next(results) if x.size else empty(x) for x in arrays]
 
 
@@ -221,19 +219,25 @@ def _gather_batching(
     *,
     group: PeerGroup,
     op: str,
-    **params: object,
+    invariant: bool,
 ) -> tuple[list[Array], list[int | None]]:
     require_another_axis(group, op, axis.name)
     # The batch is part of the rows: one message instead of many.
     mapped = [dim is not None for dim in dims]
-    rows = [
-        fold_rows(jnp.moveaxis(x, dim, 0)) if is_mapped else x
-        for x, dim, is_mapped in zip(args, dims, mapped, strict=True)
+    batches = [
+        jnp.moveaxis(x, dim, 0) if dim is not None else x
+        for x, dim in zip(args, dims, strict=True)
     ]
-    results = gather_p.bind(*rows, group=group, op=op, **params)
+    rows = [
+        fold_rows(x) if is_mapped else x
+        for x, is_mapped in zip(batches, mapped, strict=True)
+    ]
+    gather = partial(gather_p.bind, group=group, op=op, invariant=invariant)
     results = [
-        unfold_rows(y, axis.size) if is_mapped else y
-        for y, is_mapped in zip(results, mapped, strict=True)
+        unfold_rows(y, x.shape[:2]) if is_mapped else y
+        for y, x, is_mapped in zip(
+            _gather_full(gather, rows, group, invariant), batches, mapped, strict=True
+        )
     ]
     return results, [0 if is_mapped else None for is_mapped in mapped]
 
@@ -243,8 +247,8 @@ def fold_rows(x: Array) -> Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def unfold_rows(y: Array, batch: int) -> Array:
-    return y.reshape(batch, y.shape[0] // batch, *y.shape[1:])
+def unfold_rows(y: Array, batch_and_rows: tuple[int, ...]) -> Array:
+    return y.reshape(*batch_and_rows, *y.shape[1:])
 
 
 batching.fancy_primitive_batchers[gather_p] = _gather_batching

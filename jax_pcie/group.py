@@ -20,15 +20,25 @@ import numpy as np
 
 from jax_pcie import _ffi
 from jax_pcie._ffi import PcieError
+from jax_pcie.checks import (
+    as_float,
+    as_int,
+    as_shape,
+    check_dtype,
+    check_movable,
+)
 from jax_pcie.wire import OFF, Codec, Topology, WireMode
 
 MAX_WORLD_SIZE = 16  # ranks that peers serve; larger groups go to `lax`
 _MAX_TIMEOUT_S = 86_400
-_MIN_STAGING_BYTES = 1 << 16
+_MIN_STAGING_BYTES, _MAX_STAGING_BYTES = 1 << 16, 1 << 40
 _DRAIN_GRACE_S = 30.0  # beyond the timeout, for programs that compute as well
-_DTYPES = ("bfloat16", "float16", "float32")
-_GATHERS = {"all_gather_pair": 2, "all_gather_heads": 1, "all_gather_topk": 2}
-
+# The operands of each, and how many axes they have.
+_GATHERS = {
+    "all_gather_pair": {"first": 2, "second": 2},
+    "all_gather_heads": {"x": 3},
+    "all_gather_topk": {"latent": 2, "logits": 2},
+}
 
 Value = TypeVar("Value")
 
@@ -107,26 +117,27 @@ class PeerGroup:
             raise TypeError(f"mesh must be a jax.sharding.Mesh, not {type(mesh)}")
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"{axis!r} is not an axis of the mesh; it has {mesh.axis_names}"
+                f"{axis!r} is not an axis of the mesh; it has {mesh.axis_names}, and a "
+                "group is of one of them"
             )
         # The environment gives defaults, and is read here and nowhere else.
         if wire is None:
             wire = _from_environment("JAX_PCIE_WIRE", WireMode.parse, OFF)
         if timeout_s is None:
             timeout_s = _from_environment("JAX_PCIE_TIMEOUT_S", _timeout, 30.0)
-        if not isinstance(max_bytes, int):
-            raise TypeError(f"max_bytes must be an int, not {max_bytes!r}")
-        if max_bytes < _MIN_STAGING_BYTES:
+        max_bytes = as_int("max_bytes", max_bytes)
+        if not _MIN_STAGING_BYTES <= max_bytes <= _MAX_STAGING_BYTES:
             raise ValueError(
-                f"max_bytes must be at least {_MIN_STAGING_BYTES}, not {max_bytes}"
+                f"max_bytes must be at least {_MIN_STAGING_BYTES} and at most "
+                f"{_MAX_STAGING_BYTES}, not {max_bytes}"
             )
 
         self.mesh = mesh
         self.axis = axis
         self.world_size = mesh.shape[axis]
-        self.wire = WireMode.parse(wire)
+        self._wire = WireMode.parse(wire)
         self.max_bytes = max_bytes
-        self.timeout_s = _timeout(timeout_s)
+        self.timeout_s = _timeout(as_float("timeout_s", timeout_s))
         self._process = os.getpid()
         self.slices = _slices(mesh, axis)  # [slice][rank] devices
         self.platform = _ffi.platform_of(self.slices[0, 0])
@@ -160,7 +171,13 @@ class PeerGroup:
         )
 
     @property
+    def wire(self) -> WireMode:
+        """The default wire mode of the group's collectives."""
+        return self._wire
+
+    @property
     def closed(self) -> bool:
+        """Whether `close` has ended the group."""
         return self._closed
 
     def close(self) -> None:
@@ -176,17 +193,29 @@ class PeerGroup:
         if self._closed:
             return
         self._require_own_process()
+        failure = None
         if self._native is not None:
             if self.in_use:
-                self._drain()
+                failure = self._drain()
             self._native.close_group(self.id)
         self._closed = True
+        if failure is not None:
+            raise PcieError(
+                f"{self!r} is closed, without having waited for the programs that ran "
+                f"on its devices: {failure}"
+            ) from failure
 
-    def _drain(self) -> None:
-        """Waits until the devices have run everything that was dispatched to them."""
+    def _drain(self) -> Exception | None:
+        """Waits until the devices have run everything that was dispatched to them.
+
+        Returns:
+            What kept it from waiting, if something did.
+        """
         spec = jax.sharding.PartitionSpec(self.mesh.axis_names)
 
-        def run_after_all_others() -> None:
+        failures: list[Exception] = []
+
+        def run() -> None:
             # A program of all devices; devices run theirs in the order of dispatch.
             body = jax.shard_map(
                 lambda x: x + 1, mesh=self.mesh, in_specs=spec, out_specs=spec
@@ -194,6 +223,12 @@ class PeerGroup:
             sharding = jax.sharding.NamedSharding(self.mesh, spec)
             zeros = jax.device_put(np.zeros(self.mesh.size, np.float32), sharding)
             jax.block_until_ready(jax.jit(body)(zeros))
+
+        def run_after_all_others() -> None:
+            try:
+                run()
+            except Exception as error:
+                failures.append(error)
 
         # On a thread of its own, because a wait without an end would be a hang.
         thread = threading.Thread(target=run_after_all_others, daemon=True)
@@ -205,6 +240,7 @@ class PeerGroup:
                 f"{self.timeout_s + _DRAIN_GRACE_S:g} s (a program cannot close the "
                 "group that it uses)"
             )
+        return failures[0] if failures else None
 
     def __enter__(self) -> PeerGroup:
         self.require_usable()
@@ -256,18 +292,28 @@ class PeerGroup:
             shape: the shape of one rank's operand; of an op with two, both shapes.
             dtype: its dtype, or both.
             wire: the call's wire mode; default the group's. (Gathers are lossless.)
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError, TypeError: `op`, `shape`, `dtype` or `wire` is one that a call
+                would refuse.
+            PcieError: the group is closed.
+
+        Example:
+            >>> group.plan("all_reduce", (1024,), "bfloat16", wire="i8_ring").path
+            'peer'
         """
         self.require_usable()
+        mode = self.resolve_wire(wire)
         if op in _GATHERS:
             return self._plan_gather(op, shape, dtype)
         if op != "all_reduce":
             known = ", ".join(map(repr, ("all_reduce", *_GATHERS)))
             raise ValueError(f"{op!r} is not an operation; there are {known}")
-        mode = self.resolve_wire(wire)
         dtype = check_dtype(op, dtype)
-        if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
-            raise ValueError(f"shape must be of non-negative integers, not {shape}")
-        count = math.prod(map(int, shape))
+        count = math.prod(as_shape(op, shape, dtype.itemsize))
         call = (int(mode.codec), int(mode.topology), dtype.name, count)
 
         def plan(path: str, mover: str, segments: int, sent: int, why: str) -> Plan:
@@ -294,13 +340,10 @@ class PeerGroup:
         )
 
     def _plan_gather(self, op: str, shapes: Any, dtypes: Any) -> Plan:  # noqa: ANN401
-        if _GATHERS[op] == 1:
-            shapes, dtypes = (shapes,), (dtypes,)
-        if len(shapes) != _GATHERS[op] or len(dtypes) != _GATHERS[op]:
-            raise ValueError(f"{op} has two operands: give both shapes and both dtypes")
+        shapes, dtypes = _operands_of_gather(op, shapes, dtypes)
         bytes_of = [
-            math.prod(s) * np.dtype(d).itemsize
-            for s, d in zip(shapes, dtypes, strict=True)
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
         rows = [
             (s[0], size // s[0])
@@ -343,12 +386,38 @@ class PeerGroup:
         return f"PeerGroup(axis {self.axis!r}, {self.world_size} ranks, {self.wire})"
 
 
-def check_dtype(op: str, dtype: Any) -> np.dtype:  # noqa: ANN401
-    """`dtype` as NumPy has it, or a `TypeError` that names it."""
-    dtype = np.dtype(dtype)
-    if dtype.name not in _DTYPES:
-        raise TypeError(f"{op} takes {', '.join(_DTYPES)}, not {dtype.name}")
-    return dtype
+def _operands_of_gather(
+    op: str,
+    shapes: Any,  # noqa: ANN401
+    dtypes: Any,  # noqa: ANN401
+) -> tuple[list[tuple[int, ...]], list[np.dtype]]:
+    """Shapes and dtypes of each operand, if they are what the call takes."""
+    num_axes = _GATHERS[op]
+    if len(num_axes) == 1:
+        shapes, dtypes = (shapes,), (dtypes,)
+    for given in (shapes, dtypes):
+        if not isinstance(given, tuple | list) or len(given) != len(num_axes):
+            names = " and ".join(num_axes)
+            raise ValueError(f"{op} has {names}: give both shapes and both dtypes")
+    dtypes = [
+        check_movable(op, name, d) for name, d in zip(num_axes, dtypes, strict=True)
+    ]
+    shapes = [
+        as_shape(op, shape, dtype.itemsize)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    for (name, axes), shape in zip(num_axes.items(), shapes, strict=True):
+        if len(shape) != axes:
+            raise ValueError(
+                f"{op}: {name} has shape {shape}; it must have {axes} axes"
+            )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            f"{op}: operands of shapes {shapes} have not equally many rows"
+        )
+    if op == "all_gather_topk":
+        check_dtype("all_gather_topk's logits", dtypes[1])
+    return shapes, dtypes
 
 
 def _slices(mesh: jax.sharding.Mesh, axis: str) -> np.ndarray:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-import operator
 from typing import Any
 
 import numpy as np
 from jax import Array
 
 from jax_pcie import _ffi
+from jax_pcie.checks import FLOAT_DTYPES, as_bool, as_float, as_int
 
-_LOGIT_DTYPES = ("float32", "bfloat16", "float16")
+_ROUNDS_TO_INFINITY = 3.4028235677973366e38  # to float32, as does what is larger
 
 
 class Scoring(enum.IntEnum):
@@ -53,7 +52,10 @@ class RouteRule:
         names = [member.name.lower() for member in Scoring]
         if scoring not in names:
             raise ValueError(f"{op}: scoring must be one of {names}, not {scoring!r}")
-        k, n_group, topk_group = map(operator.index, (k, n_group, topk_group))
+        k = as_int(f"{op}: k", k)
+        n_group = as_int(f"{op}: n_group", n_group)
+        topk_group = as_int(f"{op}: topk_group", topk_group)
+        renormalize = as_bool(f"{op}: renormalize", renormalize)
         if not 1 <= k <= min(_ffi.MAX_CHOSEN, num_experts):
             raise ValueError(
                 f"{op}: k is {k}; it must be at least 1, at most {_ffi.MAX_CHOSEN} and "
@@ -69,14 +71,15 @@ class RouteRule:
                 f"{op}: topk_group is {topk_group}; it must be at least 1 and at most "
                 f"n_group, {n_group}"
             )
-        factor = float(np.float32(routed_scaling_factor))
-        if not math.isfinite(factor):
+        factor = as_float(f"{op}: routed_scaling_factor", routed_scaling_factor)
+        if not abs(factor) < _ROUNDS_TO_INFINITY:  # (NaN neither)
             raise ValueError(
                 f"{op}: routed_scaling_factor is {routed_scaling_factor}; it must be a "
                 "finite float32"
             )
+        factor = float(np.float32(factor))
         return cls(
-            k, Scoring[scoring.upper()], bool(renormalize), n_group, topk_group, factor
+            k, Scoring[scoring.upper()], renormalize, n_group, topk_group, factor
         )
 
     def attributes(self, has_bias: bool) -> dict[str, Any]:
@@ -92,13 +95,17 @@ class RouteRule:
         }
 
 
+def check_logits_dtype(op: str, dtype: np.dtype) -> None:
+    if dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{op}: logits have dtype {dtype.name}; they must be one of "
+            f"{', '.join(FLOAT_DTYPES)}"
+        )
+
+
 def check_logits(op: str, logits: Array, bias: Array | None, num_experts: int) -> None:
     """Raises unless `logits` and `bias` are what rows of that many experts have."""
-    if logits.dtype.name not in _LOGIT_DTYPES:
-        raise TypeError(
-            f"{op}: logits have dtype {logits.dtype.name}; they must be one of "
-            f"{', '.join(_LOGIT_DTYPES)}"
-        )
+    check_logits_dtype(op, logits.dtype)
     if logits.ndim != 2 or not logits.shape[1]:
         raise ValueError(
             f"{op}: logits have shape {logits.shape}; it must be [rows, experts]"

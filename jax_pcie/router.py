@@ -19,12 +19,17 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 
 from jax_pcie import _ffi
-from jax_pcie.collectives import require_another_axis, require_program_of_group
+from jax_pcie.checks import as_array
+from jax_pcie.collectives import (
+    check_group,
+    require_another_axis,
+    require_program_of_group,
+)
 from jax_pcie.gathers import (
     check_array,
-    check_group,
     check_same_rows,
     fold_rows,
     gather_in_lax,
@@ -33,7 +38,7 @@ from jax_pcie.gathers import (
     widened,
 )
 from jax_pcie.group import PeerGroup
-from jax_pcie.route_rule import RouteRule, check_logits
+from jax_pcie.route_rule import RouteRule, check_logits, check_logits_dtype
 
 _SCRATCH_WORDS = 4  # of 32 bits for each place of a row too long for shared memory
 
@@ -67,7 +72,8 @@ def topk_route(
         renormalize: whether weights are divided by their sum.
         n_group: equal groups of consecutive experts. A group's score is the sum of its
             two best ``s`` if there is a bias, else its best one.
-        topk_group: how many of the best groups may be chosen from.
+        topk_group: how many of the best groups are chosen from. Where these have fewer
+            than k experts, others make up the number, with weight 0.
         routed_scaling_factor: multiplies the weights.
 
     Returns:
@@ -87,8 +93,7 @@ def topk_route(
         >>> weights, ids = topk_route(x @ router, correction_bias, k=8)
     """
     op = "topk_route"
-    logits = jnp.asarray(logits)
-    bias = None if bias is None else jnp.asarray(bias)
+    logits, bias = _as_operands(op, logits, bias)
     num_experts = logits.shape[1] if logits.ndim == 2 else 0
     check_logits(op, logits, bias, num_experts)
     rule = RouteRule.checked(
@@ -104,16 +109,26 @@ def topk_route(
     return _route(logits, bias, rule)
 
 
+def _as_operands(
+    op: str, logits: ArrayLike, bias: ArrayLike | None
+) -> tuple[Array, Array | None]:
+    """As arrays of the dtypes that they have, where JAX would narrow them."""
+    if isinstance(logits, np.ndarray):
+        check_logits_dtype(op, logits.dtype)
+    bias = None if bias is None else as_array(op, "bias", bias)
+    return as_array(op, "logits", logits), bias
+
+
 def _route(logits: Array, bias: Array | None, rule: RouteRule) -> tuple[Array, Array]:
-    rows = logits.shape[0]
-    if rows == 0:
-        return _empty_choice(rule)
+    if not logits.shape[0]:
+        return _empty_choice(rule, _ffi.varying_axes(logits))
     operands = [logits] if bias is None else [logits, bias]
     return tuple(topk_route_p.bind(*_ffi.vary_alike(operands), rule=rule))
 
 
-def _empty_choice(rule: RouteRule) -> tuple[Array, Array]:
-    return jnp.zeros((0, rule.k), jnp.float32), jnp.zeros((0, rule.k), jnp.int32)
+def _empty_choice(rule: RouteRule, axes: frozenset[str]) -> tuple[Array, Array]:
+    weights = jnp.zeros((0, rule.k), jnp.float32)
+    return _ffi.vary_alike((weights, weights.astype(jnp.int32)), *axes)
 
 
 topk_route_p = Primitive("jax_pcie_topk_route")
@@ -175,10 +190,9 @@ def _topk_route_batching(
         raise NotImplementedError(
             "topk_route: vmap over the bias: all rows of a call share one bias"
         )
-    batch = logits.shape[dims[0]]
-    rows = fold_rows(jnp.moveaxis(logits, dims[0], 0))
-    results = topk_route_p.bind(*_ffi.vary_alike([rows, *bias]), rule=rule)
-    return [unfold_rows(y, batch) for y in results], [0, 0]
+    batches = jnp.moveaxis(logits, dims[0], 0)
+    results = _route(fold_rows(batches), bias[0] if bias else None, rule)
+    return [unfold_rows(y, batches.shape[:2]) for y in results], [0, 0]
 
 
 batching.primitive_batchers[topk_route_p] = _topk_route_batching
@@ -248,12 +262,10 @@ def all_gather_topk(
     """
     op = "all_gather_topk"
     check_group(op, group)
-    arrays = {"latent": jnp.asarray(latent), "logits": jnp.asarray(logits)}
-    bias = None if bias is None else jnp.asarray(bias)
-    for name, x in arrays.items():
-        check_array(op, name, x, rank=2)
-    check_same_rows(op, arrays)
-    latent, logits = arrays.values()
+    logits, bias = _as_operands(op, logits, bias)
+    latent = check_array(op, "latent", latent, rank=2)
+    logits = check_array(op, "logits", logits, rank=2)
+    check_same_rows(op, {"latent": latent, "logits": logits})
     num_experts = group.world_size * logits.shape[1]
     check_logits(op, logits, bias, num_experts)
     _require_same_bias(op, bias, group)
@@ -270,8 +282,7 @@ def all_gather_topk(
         routed_scaling_factor=routed_scaling_factor,
     )
     if not latent.shape[0]:
-        whole = widened(latent.shape, group.world_size)
-        return jnp.zeros(whole, latent.dtype), *_empty_choice(rule)
+        return _nothing_gathered(latent, logits, group, rule)
     checked = _ffi.checks_varying_axes(group.axis)
     if not group.uses_peers:
         return _gather_topk_in_lax(latent, logits, bias, group, rule)
@@ -281,6 +292,16 @@ def all_gather_topk(
     return tuple(
         all_gather_topk_p.bind(*operands, group=group, rule=rule, checked=checked)
     )
+
+
+def _nothing_gathered(
+    latent: Array, logits: Array, group: PeerGroup, rule: RouteRule
+) -> tuple[Array, Array, Array]:
+    """The results of no rows, typed as those of some are."""
+    axes = _ffi.varying_axes(latent) | _ffi.varying_axes(logits)
+    axes -= {group.axis}
+    whole = jnp.zeros(widened(latent.shape, group.world_size), latent.dtype)
+    return _ffi.vary_alike(whole, *axes), *_empty_choice(rule, axes)
 
 
 def _require_same_bias(op: str, bias: Array | None, group: PeerGroup) -> None:
@@ -364,17 +385,21 @@ def _all_gather_topk_batching(
             "all_gather_topk: vmap over the bias: all rows of a call share one bias"
         )
 
-    def rows(x: Array, dim: int | None) -> Array:
+    def batch(x: Array, dim: int | None) -> Array:
         if dim is None:
-            return fold_rows(jnp.broadcast_to(x, (axis.size, *x.shape)))
-        return fold_rows(jnp.moveaxis(x, dim, 0))
+            return jnp.broadcast_to(x, (axis.size, *x.shape))
+        return jnp.moveaxis(x, dim, 0)
 
-    folded = [rows(x, dim) for x, dim in zip(args[:2], dims[:2], strict=True)]
-    operands = [*folded, *args[2:]]
-    if params["checked"]:
-        operands = _ffi.vary_alike(operands, group.axis)
-    results = all_gather_topk_p.bind(*operands, group=group, **params)
-    return [unfold_rows(y, axis.size) for y in results], [0, 0, 0]
+    batches = [batch(x, dim) for x, dim in zip(args[:2], dims[:2], strict=True)]
+    rows = [fold_rows(x) for x in batches]
+    if not axis.size:
+        results = _nothing_gathered(*rows, group, params["rule"])
+    else:
+        operands = [*rows, *args[2:]]
+        if params["checked"]:
+            operands = _ffi.vary_alike(operands, group.axis)
+        results = all_gather_topk_p.bind(*operands, group=group, **params)
+    return [unfold_rows(y, batches[0].shape[:2]) for y in results], [0, 0, 0]
 
 
 batching.fancy_primitive_batchers[all_gather_topk_p] = _all_gather_topk_batching

@@ -286,6 +286,29 @@ def test_gather_under_vmap(ranks: Ranks, rng: Rng) -> None:
     like_lax(ranks, body, xs, True)
 
 
+@at_two_ranks
+@with_check_vma
+def test_gather_under_vmap_over_nothing(ranks: Ranks, check_vma: bool) -> None:
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        nothing = jnp.zeros((0, 3, 4), jnp.int8)
+        pair = jax_pcie.all_gather_pair
+        both = jax.vmap(lambda a: pair(a, a, ranks.group))(nothing)
+        return *both, *jax.vmap(lambda a: pair(a, x, ranks.group), out_axes=(0, None))(
+            nothing
+        )
+
+    fn = jax.shard_map(
+        body,
+        mesh=ranks.mesh,
+        in_specs=P(),
+        out_specs=(P("tp"), P("tp"), P("tp"), P("tp")),
+        check_vma=check_vma,
+    )
+    *empty, whole = jax.jit(fn)(np.ones((3, 2), F32))
+    assert [y.shape for y in empty] == [(0, 3, 8)] * 3
+    np.testing.assert_array_equal(whole, np.ones((6, 4), F32))
+
+
 def on_two_ranks(fn: Callable[[jax.Array], Tree], ranks: Ranks, x: Tree) -> Tree:
     return jax.eval_shape(
         jax.shard_map(fn, mesh=ranks.mesh, in_specs=P(), out_specs=P("tp")), x

@@ -36,7 +36,7 @@ from jax.sharding import AxisType, Mesh
 from oracles import BF16, F32, Rng
 
 import jax_pcie
-from jax_pcie import Codec, PcieError, PeerGroup, Topology, WireMode
+from jax_pcie import Codec, PcieError, PeerGroup, Topology, WireMode, _ffi
 
 with_platforms = pytest.mark.parametrize(
     "platform", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -253,6 +253,9 @@ def test_an_unknown_mode_is_refused_by_name(ranks: Ranks, name: str) -> None:
         ({"wire": "mx_rnig"}, ValueError, "mx_rnig"),
         ({"wire": 8}, TypeError, "int"),
         ({"max_bytes": 0}, ValueError, "max_bytes"),
+        ({"max_bytes": 1 << 70}, ValueError, "max_bytes must be .* at most"),
+        ({"max_bytes": 1e6}, TypeError, "max_bytes must be an integer"),
+        ({"timeout_s": "5"}, TypeError, "timeout_s must be a number, not '5'"),
         ({"max_bytes": -1}, ValueError, "max_bytes"),
         ({"timeout_s": 0.0}, ValueError, "timeout_s"),
         ({"timeout_s": -1.0}, ValueError, "timeout_s"),
@@ -430,6 +433,128 @@ def test_a_plan_refuses_what_a_call_refuses(ranks: Ranks) -> None:
         ranks.group.plan("all_reduce", (8,), F32, wire="mx_rnig")
     with pytest.raises(ValueError, match="all_redcue"):
         ranks.group.plan("all_redcue", (8,), F32)
+
+
+BAD_PLANS: dict[str, tuple[tuple, type[Exception], str]] = {
+    "no shape": (("all_reduce", 4, F32), TypeError, "a tuple of integers, not 4"),
+    "no integer": (("all_reduce", (4.5,), F32), TypeError, "an integer, not 4.5"),
+    "negative": (("all_reduce", (-4,), F32), ValueError, "has a negative size"),
+    "too large": (("all_reduce", (1 << 62, 4), F32), ValueError, "too large"),
+    "no dtype": (("all_reduce", (4,), None), TypeError, "not None"),
+    "unknown dtype": (("all_reduce", (4,), "notatype"), TypeError, "not notatype"),
+    "negative rows": (
+        ("all_gather_heads", (-4, 8, 2), F32),
+        ValueError,
+        "has a negative size",
+    ),
+    "too few axes": (
+        ("all_gather_heads", (4, 8), F32),
+        ValueError,
+        r"x has shape \(4, 8\); it must have 3 axes",
+    ),
+    "eight bytes": (
+        ("all_gather_heads", (4, 8, 2), "int64"),
+        TypeError,
+        "x has dtype int64 of 8 bytes",
+    ),
+    "half a byte": (
+        ("all_gather_pair", ((4, 8), (4, 8)), (F32, "int4")),
+        TypeError,
+        "second has dtype int4, less than a byte",
+    ),
+    "rows that differ": (
+        ("all_gather_pair", ((4, 8), (3, 8)), (F32, F32)),
+        ValueError,
+        "not equally many rows",
+    ),
+    "one shape": (
+        ("all_gather_pair", (4, 8), F32),
+        ValueError,
+        "all_gather_pair has first and second: give both",
+    ),
+    "logits of integers": (
+        ("all_gather_topk", ((4, 8), (4, 8)), (F32, "int32")),
+        TypeError,
+        "logits takes bfloat16, float16, float32, not int32",
+    ),
+    "logits of one axis": (
+        ("all_gather_topk", ((4, 8), (4,)), (F32, F32)),
+        ValueError,
+        "logits has shape",
+    ),
+    "wire": (
+        ("all_gather_heads", (4, 8, 2), F32, "zz"),
+        ValueError,
+        "'zz'",
+    ),
+}
+
+
+@at_one_world_size
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_a_plan_names_what_does_not_fit(ranks: Ranks, case: str) -> None:
+    arguments, error, pattern = BAD_PLANS[case]
+    with pytest.raises(error, match=pattern):
+        ranks.group.plan(*arguments)
+
+
+def test_a_group_stays_open_where_a_program_closes_it_natively() -> None:
+    with PeerGroup(make_mesh("cpu", (2,), ("tp",)), "tp", timeout_s=5.0) as group:
+        errors = []
+
+        def close(y: np.ndarray) -> np.ndarray:
+            try:
+                group._native.close_group(group.id)
+            except PcieError as error:
+                errors.append(str(error))
+            return y
+
+        def body(x: jax.Array) -> jax.Array:
+            y = jax_pcie.all_reduce(x, group)
+            return jax.pure_callback(close, jax.typeof(y), y, vmap_method="sequential")
+
+        jax.block_until_ready(jax.jit(mapped(body, group.mesh))(zeros()))
+        assert errors
+        assert all("cannot be closed by a program" in error for error in errors)
+        group.check()
+
+
+def test_threads_that_cannot_be_made_are_an_error() -> None:
+    program = """
+import resource
+import jax
+jax.config.update("jax_num_cpu_devices", 16)
+import jax_pcie
+mesh = jax.make_mesh((16,), ("tp",), (jax.sharding.AxisType.Auto,))
+jax_pcie.PeerGroup(mesh, "tp").close()  # all that is made once is made now
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (20 << 20),) * 2)
+try:
+    jax_pcie.PeerGroup(mesh, "tp")
+except jax_pcie.PcieError as error:
+    assert "16 devices needs as many threads" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ((9, 0), "codec 9 is not known"),
+        ((0, 7), "topology 7 is not known"),
+    ],
+)
+def test_unknown_numbers_are_no_wire_mode(call: tuple[int, int], message: str) -> None:
+    """As a module of another version would send them."""
+    with pytest.raises(PcieError, match=message):
+        _ffi.wire_bytes(*call, "float32", 1000, 4)
+
+
+def test_groups_of_an_axis_are_not_implemented() -> None:
+    with pytest.raises(NotImplementedError, match="axis_index_groups"):
+        jax_pcie.all_reduce(zeros(), None, axis_index_groups=[[0, 1]])
 
 
 @with_platforms

@@ -99,7 +99,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (multiply(tokens=5), ValueError, "tokens is 5, and the storage holds 0 to 4"),
     (multiply(tokens=-1), ValueError, "tokens is -1"),
-    (multiply(tokens=2.0), TypeError, "tokens must be a Python int, not float"),
+    (multiply(tokens=2.0), TypeError, "tokens must be an integer, not 2.0"),
     (multiply(bias=ones(5)), ValueError, r"shape \(5,\), and must be \(6,\)"),
     (multiply(bias=ones(6, dtype=np.int32)), TypeError, "bias takes .* not int32"),
     (multiply(dtype=jnp.int8), TypeError, "dtype takes .* not int8"),
@@ -134,12 +134,64 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: mxfp8.swizzled_scale_offset(0, 0, 96),
         ValueError,
-        "num_columns is 96, not a multiple of 128",
+        "num_columns is 96, not a positive multiple of 128",
     ),
     (
         lambda: mxfp8.swizzle_scales(jnp.zeros((1, 3), jnp.uint8)),
         ValueError,
         "3 groups a row, not a multiple of 4",
+    ),
+    (
+        lambda: mxfp8.swizzle_scales(jnp.zeros((1, 4), F32)),
+        TypeError,
+        "scales must be uint8 or float8_e8m0fnu, not float32",
+    ),
+    (
+        lambda: mxfp8.mm(storage_of(), ones(6, 256)),
+        TypeError,
+        "mm: x must be an array, not StagedInput",
+    ),
+    (lambda: mxfp8.mm(None, ones(6, 32)), TypeError, "mm: x must be an array, not No"),
+    (
+        lambda: mxfp8.pack_weight(mxfp8.pack_weight(ones(6, 32))),
+        TypeError,
+        "pack_weight: w must be an array, not PackedWeight",
+    ),
+    (
+        lambda: mxfp8.quantize_input_slice(ones(2, 128), storage_of(), column=None),
+        TypeError,
+        "column must be an array, not NoneType",
+    ),
+    (
+        lambda: mxfp8.empty_input(16.0, 128),
+        TypeError,
+        "max_tokens must be an integer, not 16.0",
+    ),
+    (lambda: mxfp8.empty_input(1 << 62, 128), ValueError, "is too large"),
+    (
+        lambda: mxfp8.empty_input(16, 128, track="no"),
+        TypeError,
+        "track must be True or False, not 'no'",
+    ),
+    (
+        lambda: mxfp8.empty_input(16, 128, scale_group=32.0),
+        ValueError,
+        "scale_group is 32.0",
+    ),
+    (
+        lambda: mxfp8.plan("8", 8, 32),
+        TypeError,
+        "num_tokens must be an integer, not '8'",
+    ),
+    (
+        lambda: mxfp8.plan(8, 8, 32, device="cpu"),
+        TypeError,
+        "device must be a jax.Device, not 'cpu'",
+    ),
+    (
+        lambda: mxfp8.mm(ones(2, 32), ones(6, 32), dtype="bf16"),
+        TypeError,
+        "mm's dtype takes bfloat16, float16, float32, not bf16",
     ),
 ]
 

@@ -72,3 +72,13 @@ def test_swizzled_scales_lie_where_the_hardware_looks() -> None:
     assert sorted(offset.ravel()) == list(range(256 * 8))
     assert_same_bits(got[offset[:132]], scales)
     assert (got[offset[132:]] == 127).all()
+
+
+def test_what_aligning_the_smallest_scale_loses_is_told() -> None:
+    w = np.full((128, 128), 0x7E, np.uint8).view(E4M3)
+    scales = np.zeros((128, 4), np.uint8)
+    scales[0] = 100  # the scale of the whole tile, with which the others become 0
+    packed = mxfp8.pack_weight(
+        jnp.asarray(w), jnp.asarray(scales.view(E8M0)), scale_group=128
+    )
+    assert packed.realign_error == np.float32(448 * 2.0**-127)

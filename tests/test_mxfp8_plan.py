@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import first_devices
 
 from jax_pcie import mxfp8
 from jax_pcie.mxfp8 import Route
@@ -30,7 +31,7 @@ def test_a_cpu_uses_plain_jax() -> None:
 def test_hopper_chooses_by_shape(
     num_tokens: int, scale_group: int, route: Route
 ) -> None:
-    device = jax.devices("cuda")[0]
+    (device,) = first_devices("cuda", 1)
     if device.compute_capability != "9.0":
         pytest.skip(f"needs compute capability 9.0, not {device.compute_capability}")
     plan = mxfp8.plan(num_tokens, 7168, 7168, scale_group=scale_group, device=device)

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits, make_mesh
 from jax import P, lax
-from mxfp8_cases import NUM_OUTPUTS, any_octaves, gaussian, mm, pack, with_sizes
+from mxfp8_cases import (
+    E4M3,
+    E8M0,
+    NUM_OUTPUTS,
+    any_octaves,
+    gaussian,
+    mm,
+    pack,
+    with_sizes,
+)
 from mxfp8_oracles import BF16, F16, F32
 
 from jax_pcie import mxfp8
@@ -203,3 +212,13 @@ def test_many_products_in_one_program_give_the_bits_of_each(
     for _ in range(5):
         for got, want in zip(all_at_once(xs, packed), each, strict=True):
             assert_same_bits(np.asarray(got), want)
+
+
+def test_the_gradient_of_the_smallest_scale_is_not_lost() -> None:
+    """Scale byte 0 is 2^-127, a subnormal that CPUs flush; times 448 it is not one."""
+    w = np.full((128, 128), 0x7E, np.uint8).view(E4M3)
+    scales = np.zeros((128, 4), np.uint8).view(E8M0)
+    packed = mxfp8.pack_weight(jnp.asarray(w), jnp.asarray(scales))
+    cotangent = np.full((1, 128), 2.0**100, F32)
+    _, pull = jax.vjp(lambda x: mxfp8.mm(x, packed), np.ones((1, 128), F32))
+    np.testing.assert_array_equal(pull(cotangent)[0], 128 * 448 * 2.0**-27)

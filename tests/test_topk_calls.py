@@ -23,6 +23,7 @@ from conftest import (
     assert_same_bits,
     at_one_world_size,
     at_two_ranks,
+    first_devices,
     on_all_ranks,
     put,
     run_on_all_ranks,
@@ -263,6 +264,31 @@ def test_topk_route_under_vmap_and_scan(platform: str, rng: Rng) -> None:
     ):
         for y, w in zip(got, want, strict=True):
             assert_same_bits(np.asarray(y).reshape(w.shape), np.asarray(w))
+
+
+@with_platforms
+def test_topk_route_under_vmap_over_nothing(platform: str) -> None:
+    (device,) = first_devices(platform, 1)
+    logits = jax.device_put(np.zeros((0, 2, EXPERTS), np.float32), device)
+    weights, ids = jax.jit(jax.vmap(partial(jax_pcie.topk_route, k=K)))(logits)
+    assert weights.shape == ids.shape == (0, 2, K)
+    assert (weights.dtype, ids.dtype) == (np.float32, np.int32)
+
+
+@at_two_ranks
+@with_check_vma
+def test_topk_under_vmap_over_nothing(ranks: Ranks, check_vma: bool) -> None:
+    fn = jax.shard_map(
+        jax.vmap(lambda latent, logits: gather((latent, logits), ranks.group)),
+        mesh=ranks.mesh,
+        in_specs=P(None, None, "tp"),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    operands = np.zeros((0, 3, 8), np.float32), np.zeros((0, 3, EXPERTS), np.float32)
+    latent, weights, ids = jax.jit(fn)(*operands)
+    assert latent.shape == (0, 3, 8)
+    assert weights.shape == ids.shape == (0, 3, K)
 
 
 def test_topk_refuses_a_bias_that_differs_within_a_vmap() -> None:

@@ -19,6 +19,23 @@ BAD_ARGUMENTS: dict[str, tuple[dict, type[Exception], str]] = {
     "n_group": ({"n_group": 5}, ValueError, "n_group is 5.*experts, 64"),
     "no group": ({"n_group": 0}, ValueError, "n_group is 0"),
     "topk_group": ({"n_group": 4, "topk_group": 5}, ValueError, "topk_group is 5.*4"),
+    "k of another type": ({"k": 4.0}, TypeError, "k must be an integer, not 4.0"),
+    "True for k": ({"k": True}, TypeError, "k must be an integer, not True"),
+    "renormalize": (
+        {"renormalize": "no"},
+        TypeError,
+        "renormalize must be True or False, not 'no'",
+    ),
+    "factor that is none": (
+        {"routed_scaling_factor": "2"},
+        TypeError,
+        "routed_scaling_factor must be a number, not '2'",
+    ),
+    "factor beyond float32": (
+        {"routed_scaling_factor": 1e300},
+        ValueError,
+        r"routed_scaling_factor is 1e\+300",
+    ),
     "scoring": ({"scoring": "tanh"}, ValueError, "scoring must be one of.*'tanh'"),
     "factor": (
         {"routed_scaling_factor": float("inf")},

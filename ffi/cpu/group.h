@@ -29,6 +29,7 @@ class Group {
     if (const auto broken = rendezvous_.Broken()) throw Error(BrokenGroup(*broken));
   }
 
+  void RequireClosable() const { rendezvous_.RequireClosable(); }
   void Close() { rendezvous_.Close(); }
 
  private:

@@ -29,7 +29,7 @@ ffi::Future AllReduce(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t g
     const int64_t max_bytes = group.max_bytes();
     group.rendezvous().Arrive(
         {call_site->number, run.run_id, member.slice}, member.rank, {call.x, call.y},
-        {call.count, int32_t(call.element), int32_t(codec), int32_t(topology)},
+        {call.count, int64_t(call.element), int64_t(codec), int64_t(topology)},
         [call, max_bytes](const std::vector<RankBuffers>& buffers) {
           VisitElement(call.element, [&]<class Element>() {
             VisitCollective<Element>(call.codec, call.topology, [&]<class Topology>() {

@@ -1,3 +1,4 @@
+// Rounds, the watchdog that ends overdue ones, and the threads on which ranks are called back.
 #include "rendezvous.h"
 
 #include <algorithm>
@@ -10,7 +11,13 @@
 namespace jax_pcie::cpu {
 
 CompletionThreads::CompletionThreads(int num_threads) : queues_(num_threads) {
-  for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this, i] { Run(i); });
+  try {
+    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this, i] { Run(i); });
+  } catch (const std::exception& failure) {
+    Stop();
+    throw Error(Concat("a group of ", num_threads, " devices needs as many threads, and only ",
+                       threads_.size(), " could be made: ", failure.what()));
+  }
 }
 
 void CompletionThreads::Stop() {
@@ -60,8 +67,11 @@ Rendezvous::Rendezvous(std::string name, int num_slices, int world_size, double 
       completion_(num_slices * world_size),
       watchdog_([this] { Watch(); }) {}
 
-void Rendezvous::Close() {
+void Rendezvous::RequireClosable() const {
   Require(!completion_.RunsOnThisThread(), name_, " cannot be closed by a program that uses it");
+}
+
+void Rendezvous::Close() {
   Break(Concat(name_, " is closed"));
   {
     std::unique_lock lock(mutex_);
@@ -73,7 +83,7 @@ void Rendezvous::Close() {
   completion_.Stop();
 }
 
-void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape shape,
+void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, const CallFacts& facts,
                         const Work& work, OnDone done) {
   std::optional<std::string> mismatch;
   Round complete;
@@ -82,16 +92,18 @@ void Rendezvous::Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape 
     if (broken_) throw Error(BrokenGroup(*broken_));
     Round& round = rounds_[key];
     if (round.arrived == 0) {
-      round.shape = shape;
+      round.facts = facts;
       round.deadline = Clock::now() + timeout_;
       round.buffers.resize(world_size_);
       round.done.resize(world_size_);
       wake_watchdog_.notify_one();
     }
-    if (!(round.shape == shape) || round.done[rank]) {
-      mismatch = Concat(name_, ": rank ", rank, " brought ", shape.count,
-                        " values to a call that others made with ", round.shape.count,
-                        ", or came twice: all ranks must run the same program");
+    if (round.done[rank]) {
+      mismatch = Concat(name_, ": rank ", rank, " came twice to one call");
+    } else if (round.facts != facts) {
+      mismatch = Concat(name_, ": rank ", rank, " brought ", facts[0],
+                        " values or bytes to a call that others made with ", round.facts[0],
+                        ", or another type or rule: all ranks must run the same program");
     } else {
       round.buffers[rank] = std::move(buffers);
       round.done[rank] = [done = std::move(done), control = FloatControl::OfThisThread()](

@@ -7,6 +7,7 @@
 // round with the names of the ranks that never came.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -17,7 +18,7 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -37,11 +38,7 @@ struct RoundKey {
 
 // What all ranks of a round must agree on. One program makes it so; a mismatch is an error and
 // never a sum of two different arrays.
-struct RoundShape {
-  int64_t count;
-  int32_t element, codec, topology;
-  bool operator==(const RoundShape&) const = default;
-};
+using CallFacts = std::array<int64_t, 4>;
 
 // One thread a rank that runs callbacks in the order in which they were pushed.
 class CompletionThreads {
@@ -74,14 +71,16 @@ class Rendezvous {
 
   // Takes part in the round `key`; `work` runs once, by whichever rank completes the round. If it
   // throws, the round fails and the group is broken.
-  void Arrive(RoundKey key, int rank, RankBuffers buffers, RoundShape shape, const Work& work,
+  void Arrive(RoundKey key, int rank, RankBuffers buffers, const CallFacts& facts, const Work& work,
               OnDone done);
 
   // Fails every round that has begun, and all calls from now on, with `reason`.
   void Break(const std::string& reason);
 
-  // Fails what has begun, waits for work that runs now, and ends the threads. Throws on a thread
-  // that a program of the group runs on: it would wait for itself.
+  // Throws on a thread that a program of the group runs on: there `Close` would wait for itself.
+  void RequireClosable() const;
+
+  // Fails what has begun, waits for work that runs now, and ends the threads.
   void Close();
 
   // The first failure, if there was one.
@@ -90,7 +89,7 @@ class Rendezvous {
  private:
   using Clock = std::chrono::steady_clock;
   struct Round {
-    RoundShape shape;
+    CallFacts facts;
     Clock::time_point deadline;
     std::vector<RankBuffers> buffers;  // [rank]
     std::vector<OnDone> done;          // [rank], empty until the rank has come

@@ -107,7 +107,7 @@ ffi::Future GatherTopk(ffi::AnyBuffer latent, ffi::AnyBuffer logits, ffi::Remain
     const ffi::DataType element = logits.element_type();
     group.rendezvous().Arrive(
         {call_site->number, run.run_id, member.slice}, member.rank, buffers,
-        {gather.num_rows * gather.row_bytes, int32_t(element), route.rule.num_experts,
+        {gather.num_rows * gather.row_bytes, int64_t(element), route.rule.num_experts,
          route.rule.num_chosen},
         [=](const std::vector<RankBuffers>& all) {
           if (route.bias != nullptr) RequireSameBias(all, route.rule.num_experts);

@@ -340,8 +340,7 @@ void LaunchGatherTopk(const GroupView& group, const GatherCall& latent, const Ro
   args.route = route;
   args.num_tiles = static_cast<int>(route.num_rows) + NumTiles(args.latent);
   args.rank_experts = rank_experts;
-  // A thread has one expert of its own rank and one packet. True of all worlds of two ranks or
-  // more.
+  // A thread has one expert of its own rank, and one packet: true of every world of two or more.
   Require(
       rank_experts <= kPacketThreads && (n - 1) * args.logits.row_packets.value() <= kPacketThreads,
       num_experts, " experts of ", n, " ranks are too many for a CTA");

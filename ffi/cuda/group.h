@@ -34,6 +34,8 @@ class Group {
 
   void RequireUsable() const;  // throws what `Broken` says, or that this is a forked child
 
+  void RequireClosable() const {}
+
   // Waits for the devices, then frees everything. No program may be replaying a graph of the group.
   void Close();
 

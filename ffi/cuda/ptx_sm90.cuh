@@ -1,7 +1,8 @@
-// PTX of Hopper's asynchronous units, one function an instruction, named after it: mbarriers, bulk
-// and tensor copies, warpgroup products, register budgets. Plain PTX is in `ptx.cuh`.
+// PTX around Hopper's asynchronous units, one function an instruction, named after it: mbarriers,
+// bulk and tensor copies, register budgets, and what its kernels read and convert with. Warpgroup
+// products are in `wgmma.cuh`, what every kernel uses in `ptx.cuh`.
 //
-// All but the conversions is for sm_90a only: kernels that call it do nothing but trap elsewhere.
+// Most of it is for sm_90a only: kernels that call it do nothing but trap elsewhere.
 #pragma once
 
 #include <cuda.h>

@@ -127,6 +127,7 @@ __device__ __forceinline__ uint2 EncodePayload(const Values& v, float inverse) {
       words[w] = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
                              __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
     } else {
+      static_assert(std::is_same_v<Codec, E4m3> || std::is_same_v<Codec, Mxfp8>);
       const auto pair = [&](int i) -> uint32_t {
         return __nv_cvt_float2_to_fp8x2(
             make_float2(MulRn(four[i], inverse), MulRn(four[i + 1], inverse)), __NV_SATFINITE,

@@ -22,10 +22,12 @@ __device__ __forceinline__ void WgmmaWaitGroup() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
 }
 
-// d += a b in fp32: `a` are the fragments [64, 16] of a warpgroup, `b` describes [16, N] in shared
-// memory; d is a thread's part of [64, N], N / 2 values.
+// What the operands are.
 struct WgmmaF16 {};
 struct WgmmaBf16 {};
+
+// d += a b in fp32: `a` are the fragments [64, 16] of a warpgroup, `b` describes [16, N] in shared
+// memory; d is a thread's part of [64, N], N / 2 values.
 
 __device__ __forceinline__ void Wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
                                       WgmmaF16) {

@@ -22,7 +22,6 @@ NUM_LAYERS = 6
 NUM_HEADS = 12
 HIDDEN = 384
 HEAD = HIDDEN // NUM_HEADS
-INTERMEDIATE = 1536
 MAX_TOKENS = 512
 # The output projections of attention and MLP are row-parallel: each ends in a sum.
 NUM_SUMS = 2 * NUM_LAYERS

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pcie.group import check_dtype
+from jax_pcie.checks import as_array, check_dtype
 from jax_pcie.mxfp8.format import GROUP, TILE
 
 
@@ -28,13 +27,14 @@ def not_differentiable(tree: Any, message: str) -> Any:  # noqa: ANN401
 
 
 def check_float(op: str, name: str, x: ArrayLike) -> Array:
-    dtype = x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
+    # Before JAX narrows it.
+    dtype = x.dtype if hasattr(x, "dtype") else as_array(op, name, x).dtype
     check_dtype(f"{op}'s {name}", dtype)
-    return jnp.asarray(x)
+    return as_array(op, name, x)
 
 
 def check_scale_group(op: str, scale_group: int) -> None:
-    if scale_group not in (GROUP, TILE):
+    if not isinstance(scale_group, int) or scale_group not in (GROUP, TILE):
         raise ValueError(
             f"{op}: scale_group is {scale_group!r}, and must be {GROUP} or {TILE}"
         )

@@ -118,6 +118,15 @@ def power_of_two(exponent: Array) -> Array:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
+def times_power_of_two(x: Array, exponent: Array) -> Array:
+    """float32 `x` times 2^exponent for int32 in -254..254, rounded once.
+
+    In two steps, the first of them exact: 2^-127, the scale of byte 0, is subnormal.
+    """
+    half = exponent // 2
+    return x * power_of_two(half) * power_of_two(exponent - half)
+
+
 def scale_factor(scales: Array) -> Array:
     """float32 of scale bytes: NaN for 255, 0 for 0 (2^-127 is subnormal)."""
     factor = power_of_two(scales.astype(jnp.int32) - 127)
@@ -157,12 +166,11 @@ def realign(operand: Operand) -> tuple[Operand, Array]:
     shift = jnp.maximum(tile - byte, 0)[..., None]
     new_groups = encode(float32_bits(old), ONE_SCALE + shift)
     new = payload(new_groups)
-    old_factor = power_of_two(byte - 127)[..., None]
-    new_factor = power_of_two(tile - 127)[..., None]
     moved = old * power_of_two(-jnp.minimum(shift, 126))
-    error = jnp.where(
-        new == 0, jnp.abs(old) * old_factor, jnp.abs(new - moved) * new_factor
-    )
+    # Of what became 0 all is lost, and `moved` may have flushed.
+    lost = jnp.where(new == 0, jnp.abs(old), jnp.abs(new - moved))
+    exponent = jnp.where(new == 0, byte[..., None], tile[..., None])
+    error = times_power_of_two(lost, exponent - 127)
     error = jnp.max(jnp.where(jnp.isnan(old), 0, error), initial=0)
     aligned = Operand(
         new_groups.reshape(values.shape)[:num_rows, :num_columns],
@@ -185,7 +193,7 @@ def swizzled_scale_offset(row: Int, group: Int, num_columns: int) -> Int:
         The offset in bytes.
 
     Raises:
-        ValueError: `num_columns` is not a multiple of 128.
+        ValueError: `num_columns` is not a positive multiple of 128.
 
     Source: cuBLAS documentation, 1D block scaling factors layout (VEC32_UE8M0).
 
@@ -193,8 +201,10 @@ def swizzled_scale_offset(row: Int, group: Int, num_columns: int) -> Int:
         >>> swizzled_scale_offset(5, 5, 256)
         593
     """
-    if num_columns % TILE:
-        raise ValueError(f"num_columns is {num_columns}, not a multiple of {TILE}")
+    if num_columns <= 0 or num_columns % TILE:
+        raise ValueError(
+            f"num_columns is {num_columns}, not a positive multiple of {TILE}"
+        )
     tile = row // TILE * (num_columns // TILE) + group // 4
     return tile * 512 + row % 32 * 16 + row % TILE // 32 * 4 + group % 4
 
@@ -203,14 +213,15 @@ def swizzle_scales(scales: Array) -> Array:
     """Row-major scale bytes in the order of `swizzled_scale_offset`.
 
     Args:
-        scales: uint8 [rows, K / 32], K a multiple of 128.
+        scales: uint8 or float8_e8m0fnu [rows, K / 32], K a multiple of 128.
 
     Returns:
         uint8 [128 * ceil(rows / 128) * K / 32]; padding rows have scale 127 (255 there
         would turn products into NaN).
 
     Raises:
-        ValueError: K is not a multiple of 128.
+        TypeError: `scales` has another dtype.
+        ValueError: K is not a multiple of 128, or `scales` has not two axes.
 
     Source: cuBLAS documentation, 1D block scaling factors layout (VEC32_UE8M0).
 
@@ -218,6 +229,12 @@ def swizzle_scales(scales: Array) -> Array:
         >>> swizzle_scales(jnp.zeros((1, 4), jnp.uint8)).shape
         (512,)
     """
+    if scales.dtype == jnp.float8_e8m0fnu:
+        scales = as_bytes(scales)
+    if scales.dtype != jnp.uint8:
+        raise TypeError(f"scales must be uint8 or float8_e8m0fnu, not {scales.dtype}")
+    if scales.ndim != 2:
+        raise ValueError(f"scales have shape {scales.shape}, not [rows, K / {GROUP}]")
     if scales.shape[1] % 4:
         raise ValueError(
             f"scales have {scales.shape[1]} groups a row, not a multiple of 4 "

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_pcie import _ffi
-from jax_pcie.group import check_dtype
+from jax_pcie.checks import as_array, as_int, check_dtype
 from jax_pcie.mxfp8.checks import (
     check_float,
     check_is,
@@ -103,7 +103,7 @@ def pack_weight(
     elif scale is not None:
         raise TypeError(
             f"pack_weight takes a scale only with a float8_e4m3fn w, and w is "
-            f"{jnp.asarray(w).dtype.name}"
+            f"{as_array('pack_weight', 'w', w).dtype.name}"
         )
     else:
         w = check_float("pack_weight", "w", w)
@@ -128,7 +128,7 @@ def _prequantized(
 ) -> tuple[Operand, Array | None]:
     if scale is None:
         raise ValueError("pack_weight needs the scale of a float8_e4m3fn w")
-    scale = jnp.asarray(scale)
+    scale = as_array("pack_weight", "scale", scale)
     if scale.dtype != E8M0:
         raise TypeError(f"scale must be float8_e8m0fnu, not {scale.dtype.name}")
     _check_weight_shape("pack_weight", w.shape)
@@ -363,8 +363,7 @@ def _check_product(
         )
     if tokens is None:
         tokens = storage.max_tokens
-    elif not isinstance(tokens, int | np.integer):
-        raise TypeError(f"tokens must be a Python int, not {type(tokens).__name__}")
+    tokens = as_int("tokens", tokens)
     if not 0 <= tokens <= storage.max_tokens:
         raise ValueError(
             f"tokens is {tokens}, and the storage holds 0 to {storage.max_tokens}"
@@ -374,4 +373,4 @@ def _check_product(
         raise ValueError(
             f"{op}: columns {spans} were never written since empty_input or reset()"
         )
-    return int(tokens)
+    return tokens

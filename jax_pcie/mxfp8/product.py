@@ -20,9 +20,9 @@ from jax_pcie.mxfp8.format import (
     NAN_SCALE,
     Operand,
     payload,
-    power_of_two,
     scale_factor,
     scaled,
+    times_power_of_two,
 )
 
 # Whether a scale byte takes E4M3 values, 2^-9 to 448, out of fp32's normal range; 255
@@ -81,9 +81,8 @@ def multiply(x: Operand, w: Operand) -> Array:
 
         byte_x, byte_w = column(x.scales), column(w.scales)
         exponent = byte_x.astype(jnp.int32) + byte_w.astype(jnp.int32).T - 254
-        half = exponent // 2
         term = dot(part(x.values), part(w.values))  # payloads: 2^-18 to 2^23
-        term = term * power_of_two(half) * power_of_two(exponent - half)
+        term = times_power_of_two(term, exponent)
         far = column(far_x) | column(far_w).T
         return next_far_group(group), jnp.where(far, sums + term, sums)
 
@@ -97,6 +96,10 @@ def multiply(x: Operand, w: Operand) -> Array:
 
 def decode(operand: Operand) -> Array:
     """float32 [rows, K], a finite value clamped to the largest of fp32."""
-    decoded = scaled(operand.values, scale_factor(operand.scales))
+    groups = payload(operand.values).reshape(*operand.scales.shape, GROUP)
+    exponent = operand.scales.astype(jnp.int32)[..., None] - 127
+    decoded = times_power_of_two(groups, exponent)
+    decoded = jnp.where((operand.scales == NAN_SCALE)[..., None], jnp.nan, decoded)
+    decoded = decoded.reshape(operand.values.shape)
     largest = jnp.finfo(jnp.float32).max
     return jnp.clip(decoded, -largest, largest)

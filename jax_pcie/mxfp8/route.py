@@ -15,11 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_pcie import _ffi
-from jax_pcie.group import check_dtype
+from jax_pcie.checks import FLOAT_DTYPES, as_bool, as_int, check_dtype
 from jax_pcie.mxfp8.checks import check_scale_group
 from jax_pcie.mxfp8.format import GROUP
-
-ELEMENT_TYPES = ("bfloat16", "float16", "float32")  # in the order of the kernels' enum
 
 
 class Route(enum.IntEnum):
@@ -69,7 +67,8 @@ def choose(
         num_outputs,
         num_columns,
         scale_group=scale_group,
-        output=ELEMENT_TYPES.index(np.dtype(dtype).name),
+        # (in the order of the kernels' enum)
+        output=FLOAT_DTYPES.index(np.dtype(dtype).name),
         has_bias=has_bias,
     )
     return Plan(Route(route), workspace_bytes, reason)
@@ -94,6 +93,9 @@ def plan(
         has_bias: whether a bias is added.
         device: where; default JAX's first device.
 
+    Returns:
+        The plan.
+
     Raises:
         ValueError: a size or `scale_group` does not fit.
         TypeError: `dtype` does not fit.
@@ -109,16 +111,19 @@ def plan(
         ("num_outputs", num_outputs),
         ("num_columns", num_columns),
     ):
+        size = as_int(name, size)
         if size < 0 or (name == "num_columns" and (size == 0 or size % GROUP)):
             rule = "a positive multiple of 32" if name == "num_columns" else "0 or more"
             raise ValueError(f"{name} is {size}, and must be {rule}")
     device = jax.devices()[0] if device is None else device
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"device must be a jax.Device, not {device!r}")
     return choose(
         _ffi.mxfp8_device_capability(device),
-        num_tokens,
-        num_outputs,
-        num_columns,
+        int(num_tokens),
+        int(num_outputs),
+        int(num_columns),
         scale_group=scale_group,
         dtype=dtype,
-        has_bias=has_bias,
+        has_bias=as_bool("has_bias", has_bias),
     )

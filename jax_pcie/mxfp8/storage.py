@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_pcie import _ffi
+from jax_pcie.checks import as_array, as_bool, as_int
 from jax_pcie.mxfp8.checks import (
     check_float,
     check_is,
@@ -26,6 +27,7 @@ from jax_pcie.mxfp8.format import GROUP, NAN_SCALE, TILE, Operand, as_bytes
 from jax_pcie.mxfp8.kernels import quantize_into
 
 Span = tuple[int, int]
+_MAX_SIZE = (1 << 31) - 1
 
 
 @partial(
@@ -52,10 +54,12 @@ class StagedInput:
 
     @property
     def max_tokens(self) -> int:
+        """T: how many rows it holds."""
         return self.values.shape[0]
 
     @property
     def num_columns(self) -> int:
+        """K, over all slices."""
         return self.values.shape[1]
 
     @property
@@ -107,17 +111,24 @@ def empty_input(
         ((0, 128),)
     """
     check_scale_group("empty_input", scale_group)
+    max_tokens = as_int("max_tokens", max_tokens)
+    num_columns = as_int("num_columns", num_columns)
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}, which is negative")
     if num_columns <= 0 or num_columns % TILE:
         raise ValueError(
             f"num_columns is {num_columns}, not a positive multiple of {TILE}"
         )
+    if max(max_tokens, num_columns) > _MAX_SIZE:
+        raise ValueError(
+            f"storage of {max_tokens} x {num_columns} is too large: sizes are at most "
+            f"{_MAX_SIZE}"
+        )
     return StagedInput(
         jnp.zeros((max_tokens, num_columns), jnp.float8_e4m3fn),
         _as_scales(jnp.full((max_tokens, num_columns // GROUP), NAN_SCALE, jnp.uint8)),
         scale_group,
-        () if track else None,
+        () if as_bool("track", track) else None,
     )
 
 
@@ -195,7 +206,7 @@ def _locate(
         if storage.written is None:
             return column, None
         return column, _with_span(storage.written, (column, column + width))
-    column = jnp.asarray(column)
+    column = as_array("quantize_input_slice", "column", column)
     if column.ndim or not jnp.issubdtype(column.dtype, jnp.integer):
         raise TypeError(
             f"column must be an integer, not {column.dtype.name} of shape "
