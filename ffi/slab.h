@@ -21,6 +21,7 @@ namespace jax_pcie {
 enum class Region : int { kRing = 0, kAllToAll = 1, kPackets = 2 };
 constexpr int kNumRegions = 3;
 
+constexpr int kMaxWorldSize = 16;     // ranks whose mailboxes kernels are told of
 constexpr int64_t kFlagStride = 128;  // bytes; one flag word to a cache line
 
 // What a channel receives at a time, from all ranks together; each writes into a lane of its own.

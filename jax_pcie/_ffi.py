@@ -195,9 +195,13 @@ def register_between_ranks(primitive: Primitive, rule: Callable[..., Any]) -> No
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+_ordered_targets: set[str] = set()  # of GPUs; each of their calls ends with a token
+
+
 def lower_between_ranks(platform: str, target: str) -> Callable[..., list[Any]]:
     """How a call between ranks is lowered: on GPUs they have an order."""
     if platform == "cuda":
+        _ordered_targets.add(target)
         return functools.partial(lower_in_order, target)
     return jax.ffi.ffi_lowering(target)
 
@@ -219,12 +223,6 @@ def lowering_mesh(ctx: Any) -> jax.sharding.Mesh:  # noqa: ANN401
     return mesh
 
 
-# Calls between the ranks of a group; each of them ends with a token.
-_ORDERED_TARGETS = frozenset(
-    {"jax_pcie.all_reduce", "jax_pcie.gather", "jax_pcie.all_gather_topk"}
-)
-
-
 def lower_in_order(target: str, ctx: Any, *operands: Any, **attributes: Any) -> list:  # noqa: ANN401
     """`jax.ffi.ffi_lowering`, after the block's last call between ranks.
 
@@ -242,7 +240,7 @@ def lower_in_order(target: str, ctx: Any, *operands: Any, **attributes: Any) -> 
         for operation in ir.InsertionPoint.current.block.operations
         if operation.operation.name == "stablehlo.custom_call"
         and ir.StringAttr(operation.attributes["call_target_name"]).value
-        in _ORDERED_TARGETS
+        in _ordered_targets
     ][-1:]
     ctx = ctx.replace(
         avals_in=[*ctx.avals_in, *(token for _ in after)],
@@ -251,6 +249,8 @@ def lower_in_order(target: str, ctx: Any, *operands: Any, **attributes: Any) -> 
     results = jax.ffi.ffi_lowering(target)(ctx, *operands, *after, **attributes)
     return list(results)[:-1]
 
+
+MAX_WORLD_SIZE: int = _cpu.max_world_size  # ranks that peers serve
 
 # --- Expert selection
 

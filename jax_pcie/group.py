@@ -29,7 +29,7 @@ from jax_pcie.checks import (
 )
 from jax_pcie.wire import OFF, Codec, Topology, WireMode
 
-MAX_WORLD_SIZE = 16  # ranks that peers serve; larger groups go to `lax`
+MAX_WORLD_SIZE = _ffi.MAX_WORLD_SIZE  # larger groups go to `lax`
 _MAX_TIMEOUT_S = 86_400
 _MIN_STAGING_BYTES, _MAX_STAGING_BYTES = 1 << 16, 1 << 40
 _DRAIN_GRACE_S = 30.0  # beyond the timeout, for programs that compute as well

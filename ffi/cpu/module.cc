@@ -138,6 +138,7 @@ NB_MODULE(_cpu, m) {
   });
   m.def("num_slots", [](int region, int n) { return NumSlots(Region(region), n); });
   m.def("gather_segments", [](int64_t, int64_t, const RowsOfArrays&) { return 1; });
+  m.attr("max_world_size") = kMaxWorldSize;
   m.attr("max_fused_experts") = kFusedExperts;
   m.attr("max_chosen_experts") = kMaxChosen;
   m.def("codec_encode", &EncodeForTests);

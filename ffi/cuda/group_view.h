@@ -11,8 +11,6 @@
 
 namespace jax_pcie::cuda {
 
-constexpr int kMaxWorldSize = 16;
-
 // A CTA of the fused kernel: warps that work, and one that waits for their stores to arrive and
 // then raises the flags, so that nobody else stands behind that fence.
 constexpr int kThreads = 512;

@@ -149,11 +149,10 @@ void BlockScaled::LaunchScales(const MultiplyCall& call, void* x_scales, void* w
 
 constexpr uint32_t kPaddingWord = 0x7f7f7f7fu;  // four scales of 1
 
-// The scale bytes of one row and K tile; 127 for those that do not exist.
-__device__ __forceinline__ uint32_t ScaleWord(const Operand& operand, int64_t row, int64_t tile,
+// Four scale bytes of one row, from group `first` on; 127 for those that do not exist.
+__device__ __forceinline__ uint32_t ScaleWord(const Operand& operand, int64_t row, int64_t first,
                                               int64_t num_groups) {
   if (row >= operand.rows) return kPaddingWord;
-  const int64_t first = tile * SwizzledScales::kTileGroups;
   const uint8_t* bytes = operand.scales + row * (operand.stride / kGroup) + first;
   if (first + 4 <= num_groups && reinterpret_cast<uintptr_t>(bytes) % sizeof(uint32_t) == 0) {
     return *reinterpret_cast<const uint32_t*>(bytes);
@@ -169,17 +168,14 @@ __device__ __forceinline__ uint32_t ScaleWord(const Operand& operand, int64_t ro
 __global__ void __launch_bounds__(kThreads)
     SwizzleScalesKernel(Operand operand, int64_t num_groups, int64_t num_chunks,
                         uint4* __restrict__ swizzled) {
-  constexpr int kChunksPerTile = SwizzledScales::kTileBytes / SwizzledScales::kChunkBytes;
-  const int64_t chunk = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (chunk >= num_chunks) return;
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= num_chunks) return;
   const int64_t tiles_per_row = CeilDiv(num_groups, SwizzledScales::kTileGroups);
-  const int64_t tile = chunk / kChunksPerTile % tiles_per_row;
-  const int64_t row =
-      chunk / kChunksPerTile / tiles_per_row * SwizzledScales::kTileRows + chunk % kChunksPerTile;
-  swizzled[chunk] = make_uint4(ScaleWord(operand, row, tile, num_groups),
-                               ScaleWord(operand, row + 32, tile, num_groups),
-                               ScaleWord(operand, row + 64, tile, num_groups),
-                               ScaleWord(operand, row + 96, tile, num_groups));
+  const auto [row, first] = SwizzledScales::ChunkAt(index, tiles_per_row);
+  swizzled[index] = make_uint4(ScaleWord(operand, row, first, num_groups),
+                               ScaleWord(operand, row + 32, first, num_groups),
+                               ScaleWord(operand, row + 64, first, num_groups),
+                               ScaleWord(operand, row + 96, first, num_groups));
 }
 
 void Native::LaunchScales(const MultiplyCall& call, void* x_scales, void* w_scales,

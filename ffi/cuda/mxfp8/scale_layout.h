@@ -24,7 +24,30 @@ struct SwizzledScales {
     return (row / kTileRows * tiles_per_row + group / kTileGroups) * kTileBytes +
            row % 32 * kChunkBytes + row % kTileRows / 32 * kTileGroups + group % kTileGroups;
   }
+
+  // Whose scales a chunk holds: four groups from `first_group` on of rows `row`, `row` + 32, ...
+  struct Chunk {
+    int64_t row, first_group;
+  };
+  HD static constexpr Chunk ChunkAt(int64_t index, int64_t tiles_per_row) {
+    constexpr int kTileChunks = kTileBytes / kChunkBytes;
+    const int64_t tile = index / kTileChunks;
+    return {tile / tiles_per_row * kTileRows + index % kTileChunks,
+            tile % tiles_per_row * kTileGroups};
+  }
 };
+// `ChunkAt` undoes `Offset`, byte by byte.
+constexpr bool ChunksAreWhereTheyBelong(int64_t row_tiles, int64_t tiles_per_row) {
+  const int64_t bytes = row_tiles * tiles_per_row * SwizzledScales::kTileBytes;
+  for (int64_t byte = 0; byte < bytes; ++byte) {
+    const auto chunk = SwizzledScales::ChunkAt(byte / SwizzledScales::kChunkBytes, tiles_per_row);
+    const int64_t in_chunk = byte % SwizzledScales::kChunkBytes;
+    const int64_t row = chunk.row + in_chunk / 4 * 32, group = chunk.first_group + in_chunk % 4;
+    if (SwizzledScales::Offset(row, group, tiles_per_row) != byte) return false;
+  }
+  return true;
+}
+static_assert(ChunksAreWhereTheyBelong(2, 3));
 static_assert(SwizzledScales::Offset(5, 2, 2) == 82 && SwizzledScales::Offset(5, 5, 2) == 593);
 static_assert(SwizzledScales::Offset(127, 3, 1) == 511 &&
               SwizzledScales::Offset(128, 0, 3) == 1536);
